@@ -74,7 +74,7 @@ def test_ids_of_dynamic_tables_count() -> None:
     budget = memory_budget(plan, tables, 1, report=None, dense_bytes=0, free_bytes=10**6)
     assert budget.index_bytes == 512 * 17
     assert budget.needed_bytes == budget.row_bytes + 512 * 17
-    assert ", 8.5 KiB of dynamic tables' ids," in str(budget)
+    assert ", 8.5 KiB of what finds rows," in str(budget)
     budget = memory_budget(report.plan, tables, 1, report=report, dense_bytes=0, free_bytes=10**6)
     assert budget.index_bytes == 512 * 17
     assert budget.needed_bytes == report.ranks[1].held_bytes

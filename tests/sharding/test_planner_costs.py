@@ -27,17 +27,16 @@ from torchembed.sharding.planning.costs import (
     LOOKUP_KERNELS,
     ROW_ACCESS_BYTES,
     UPDATE_KERNELS,
-    Everywhere,
-    Load,
-    TableUse,
 )
 from torchembed.sharding.planning.distinct_rows import (
     _NUM_HALVINGS,
     MAX_EXPONENT,
     expected_distinct,
 )
+from torchembed.sharding.planning.loads import Everywhere, Load
 from torchembed.sharding.planning.plan import place_table
 from torchembed.sharding.planning.plan_report import bytes_text, ranks_text, report_plan
+from torchembed.sharding.planning.table_use import TableUse
 from torchembed.tables import Eviction, HashFactory, RangeFactory
 
 # 8 rows of 16 columns: 64 bytes a row, weights, state and vectors alike. 2 features with 2 and 1
@@ -85,8 +84,11 @@ def loads_of(
     planner: Planner = PLANNER,
     wire: WirePrecision | None = None,
 ) -> tuple[np.ndarray, Everywhere]:
+    """Without the loads of rows that are not on the device, of which there are none."""
     model = cost_model(planner, TOPOLOGY, wire)
-    return model.table_loads(USE, place_table("t", USE.spec, placement, ranks))
+    loads, everywhere = model.table_loads(USE, place_table("t", USE.spec, placement, ranks))
+    assert not loads[:, Load.HOST :].any()
+    return loads[:, : Load.HOST], everywhere
 
 
 def test_table_wise() -> None:

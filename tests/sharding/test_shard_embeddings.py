@@ -16,12 +16,24 @@ from torch.distributed.tensor import DTensor
 import torchembed
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import Case, make_batch, make_model, vectors_of
+from torchembed import HostMemory
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import ShardingPlan, WirePrecision, make_plan
 
 MIXED = Case(
     placements={"a": "table_wise", "b": "row_wise", "c": "column_wise", "d": "data_parallel"}
 )
+
+
+def in_host(name: str, model: nn.Module) -> ShardingPlan:
+    """A plan that places table ``name`` in host memory."""
+    plan = make_plan(table_specs(model), 2)
+    storage = HostMemory(cache_rows=7)
+    tables = [
+        dataclasses.replace(table, storage=storage) if table.table == name else table
+        for table in plan.tables
+    ]
+    return dataclasses.replace(plan, tables=tuple(tables))
 
 
 def refusals() -> dict[str, str]:
@@ -41,6 +53,9 @@ def refusals() -> dict[str, str]:
     )
     too_large.tables = torchembed.EmbeddingBagCollection([config], device="meta")
     one_process = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("mesh", "node", "rank"))
+    stored_model = make_model(dataclasses.replace(MIXED, stored=("a",)), "meta")
+    bag = nn.Module()
+    bag.bag = torchembed.EmbeddingBag(10, 4, mode="sum", device="meta")
     attempts: dict[str, tuple[Any, ...]] = {
         "three dimensions": (make_model(MIXED), init_device_mesh("cpu", (1, 1, 2))),
         "other nodes": (make_model(MIXED), init_device_mesh("cpu", (2, 1)), plan),
@@ -51,6 +66,8 @@ def refusals() -> dict[str, str]:
         "fewer tables": (make_model(MIXED), mesh, fewer),
         "other ranks": (make_model(MIXED), mesh, wrong_ranks),
         "meta": (on_meta, mesh),
+        "another storage": (stored_model, mesh, in_host("tables.embedding_bags.a", stored_model)),
+        "a single module": (bag, mesh, in_host("bag", bag)),
         "memory": (too_large, mesh, {"tables.embedding_bags.t": "table_wise"}),
     }
     messages = {}
@@ -213,6 +230,10 @@ def test_refusals() -> None:
             "fewer tables": "plan must hold the tables",
             "other ranks": "plan is for 4 ranks, but mesh has 2",
             "meta": "parameters ['top.weight', 'top.bias'] are on the meta device",
+            "another storage": "plan's storage of table tables.embedding_bags.a must be "
+            "HostMemory(cache_rows=48, cache_bytes=None), as its config says, got HostMemory(",
+            "a single module": "plan's storage of table bag must be None, for a module of one "
+            "table, got HostMemory(cache_rows=7, cache_bytes=None); take it out of the plan",
             "memory": "tables do not fit: rank 0 will take 512 TiB of",
         }
         assert messages.keys() == patterns.keys()

@@ -19,9 +19,9 @@ CASES = [
     Case(placements=ROW_WISE, stored=("a", "b", "d")),
     Case(placements=ROW_WISE, stored=tuple("abcd"), optimizer="Adam", fixed=True),
     Case(placements=MIXED, stored=("a", "b", "d"), optimizer="RowwiseAdagrad"),
-    Case(placements=MIXED, stored=("b", "d"), weighted=True, fixed=True),
+    Case(placements=MIXED, stored=("b",), planned=("d",), weighted=True, fixed=True),
     Case(placements=MIXED, stored=("a", "b", "d"), dtype=torch.bfloat16),
-    Case(placements=MIXED, stored=("a", "d"), pooled=False),
+    Case(placements=MIXED, stored=("a",), planned=("b", "d"), pooled=False),
     Case(placements=ROW_WISE, stored=("a", "b"), pooled=False, fixed=True, optimizer="SGD"),
     Case(placements=ROW_WISE, stored=("a", "d"), dynamic=("b",), on_bad_id="zero"),
 ]
@@ -44,5 +44,5 @@ def test_sharded_equals_unsharded_on_the_device(num_ranks: int) -> None:
     results = run_on_ranks(num_ranks, train_sharded, CASES)
     for number, case in enumerate(CASES):
         of_ranks = [rank_results[number] for rank_results in results]
-        on_device = dataclasses.replace(case, stored=())
+        on_device = dataclasses.replace(case, stored=(), planned=())
         assert_equal_training(case, of_ranks, train_unsharded(on_device, num_ranks))

@@ -65,6 +65,8 @@ class Case:
     """What ids without a row are looked up as; "vector": a vector."""
     stored: tuple[str, ...] = ()
     """Tables whose rows are in host memory."""
+    planned: tuple[str, ...] = ()
+    """Tables whose rows are in host memory because the plan says so."""
     column_ranks: tuple[int, ...] | None = None
     """Which ranks share the columns of column-wise tables; all where None."""
 
@@ -75,14 +77,14 @@ class Case:
     def plan(self, num_ranks: int) -> ShardingPlan:
         specs = table_specs(make_model(self, "meta"))
         plan = make_plan(specs, num_ranks, self.table_placements(), num_nodes=self.num_nodes)
-        if self.column_ranks is None:
-            return plan
-        tables = [
-            place_table(table.table, specs[table.table], table.placement, self.column_ranks)
-            if table.placement is Placement.COLUMN_WISE
-            else table
-            for table in plan.tables
-        ]
+        tables = []
+        for table in plan.tables:
+            if self.column_ranks is not None and table.placement is Placement.COLUMN_WISE:
+                spec = specs[table.table]
+                table = place_table(table.table, spec, table.placement, self.column_ranks)
+            if table.table[-1] in self.planned:
+                table = dataclasses.replace(table, storage=HostMemory(cache_rows=CACHE_ROWS))
+            tables.append(table)
         return dataclasses.replace(plan, tables=tuple(tables))
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh:

@@ -1,13 +1,13 @@
 """Plans of tables over ranks, their cost, and the exchanges of ids, vectors and gradients."""
 
-from torchembed.sharding.planning.costs import TableUse
 from torchembed.sharding.planning.dense_costs import DenseCost, DenseUse
 from torchembed.sharding.planning.options import TableConstraint
 from torchembed.sharding.planning.plan import Placement, Shard, ShardingPlan, TablePlan, make_plan
 from torchembed.sharding.planning.plan_picture import draw_plan
 from torchembed.sharding.planning.plan_report import PlanReport, RankCost, TableCost
 from torchembed.sharding.planning.planner import Planner
-from torchembed.sharding.planning.topology import CPU, H100, H200, Hardware, Topology
+from torchembed.sharding.planning.table_use import TableUse
+from torchembed.sharding.planning.topology import CPU, H100, H200, Hardware, Host, Topology
 from torchembed.sharding.wire import WirePrecision, WireTransport
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "DenseCost",
     "DenseUse",
     "Hardware",
+    "Host",
     "Placement",
     "PlanReport",
     "Planner",

@@ -13,7 +13,7 @@ from bench.planning import costs
 from tests.support.planning import cost_model, dlrm_dcnv2
 from tests.support.tolerance import relative_error
 from torchembed.sharding import H200, Placement, Planner, Topology
-from torchembed.sharding.planning.costs import Load
+from torchembed.sharding.planning.loads import Load
 from torchembed.sharding.planning.plan import place_table
 
 MAX_ERROR = 0.25

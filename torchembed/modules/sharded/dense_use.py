@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from torchembed.sharding.planning.costs import TableUse
 from torchembed.sharding.planning.dense_costs import DenseUse
+from torchembed.sharding.planning.table_use import TableUse
 from torchembed.tables import table_of
 
 

@@ -15,10 +15,10 @@ from torchembed.modules.sharded.dense_use import dense_use
 from torchembed.modules.sharded.earlier_optimizers import check_no_optimizer_has
 from torchembed.modules.single_table import SingleTable
 from torchembed.modules.table_module import TableModule
-from torchembed.sharding.planning.costs import TableUse
 from torchembed.sharding.planning.plan import Placement, ShardingPlan, make_plan, place_table
 from torchembed.sharding.planning.plan_report import PlanReport
 from torchembed.sharding.planning.planner import Planner
+from torchembed.sharding.planning.table_use import TableUse
 from torchembed.sharding.planning.topology import Topology
 from torchembed.sharding.transport.table_ranks import flat_mesh, num_nodes
 from torchembed.sharding.wire import WirePrecision, WireTransport
@@ -45,6 +45,7 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
             features=(name,),
             pooled=isinstance(module, EmbeddingBag),
             module=name,
+            must_be_on_device=True,
         )
         for name, module in single_tables(model).items()
     }
@@ -241,8 +242,17 @@ def checked_plan(
             f"plan is for {plan.num_nodes} nodes, but mesh has {num_nodes(mesh)}; a mesh of "
             "several has two dimensions, nodes and ranks in a node"
         )
+    singles, parameters = single_tables(model), dict(model.named_parameters())
     for given in plan.tables:
         ranks, spec = [shard.rank for shard in given.shards], specs[given.table]
+        is_single = given.table in singles
+        if given.storage != spec.storage and (spec.storage is not None or is_single):
+            reason = "for a module of one table" if is_single else "as its config says"
+            raise ValueError(
+                f"plan's storage of table {given.table} must be {spec.storage}, {reason}, got "
+                f"{given.storage}; take it out of the plan, or change the model"
+            )
+        spec = dataclasses.replace(spec, storage=given.storage)
         made = place_table(given.table, spec, given.placement, ranks)
         if given != made or (
             given.placement is Placement.DATA_PARALLEL and len(ranks) < mesh.size()
@@ -251,7 +261,6 @@ def checked_plan(
                 f"plan of table {given.table} must divide {spec.num_rows} rows of {spec.dim} "
                 f"columns as place_table does, got {given}"
             )
-    singles, parameters = single_tables(model), dict(model.named_parameters())
     replaced = {
         name: parameters[f"{name}.weight"]
         for name in specs

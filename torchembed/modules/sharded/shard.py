@@ -39,7 +39,7 @@ from torchembed.modules.single_table import SingleTable
 from torchembed.modules.table_module import TableModule
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim.fused import FusedOptimizer
-from torchembed.sharding.planning.memory_budget import memory_budget
+from torchembed.sharding.planning.memory_budget import check_hosts, memory_budget
 from torchembed.sharding.planning.plan import (
     Placement,
     ShardingPlan,
@@ -47,7 +47,7 @@ from torchembed.sharding.planning.plan import (
 )
 from torchembed.sharding.planning.plan_report import PlanReport
 from torchembed.sharding.planning.planner import Planner
-from torchembed.sharding.planning.topology import free_bytes
+from torchembed.sharding.planning.topology import available_host_bytes, free_bytes
 from torchembed.sharding.transport.gradient_mean import most_bytes_of_a_bucket
 from torchembed.sharding.transport.peer_access import check_transport
 from torchembed.sharding.transport.pushed_mean import most_bytes_of_means
@@ -101,7 +101,8 @@ def shard_embeddings(
             tensors too, as ``init_process_group("cpu:gloo,cuda:nccl")`` makes it.
         plan: a plan; a planner, or ``"auto"`` for ``Planner()``, to place every table by cost (see
             :func:`plan_embeddings`); or placements of some tables by name (see
-            :func:`~torchembed.sharding.make_plan` for the others).
+            :func:`~torchembed.sharding.make_plan` for the others). Tables of collections that it
+            places in host memory are created there.
         wire: the precision in which vectors and their gradients are exchanged; their own by
             default.
         transport: the exchange of vectors and gradients. ``WireTransport.PUSH`` is for the GPUs of
@@ -238,6 +239,7 @@ def _check_memory(
         numbers = sum(uses[name].spec.num_rows * (uses[name].spec.dim + 1) for name in replicated)
         bucket = most_bytes_of_a_bucket((p.numel() for p in dense), numbers)
         dense_bytes += most_bytes_of_means(bucket)
+    device = device_of(mesh)
     mine = memory_budget(
         plan,
         uses,
@@ -245,12 +247,15 @@ def _check_memory(
         report=report,
         rule=rule,
         dense_bytes=dense_bytes,
-        free_bytes=free_bytes(device_of(mesh)),
+        free_bytes=free_bytes(device),
+        host_free_bytes=available_host_bytes(),
+        is_on_host=device.type == "cpu",
     )
     budgets = [mine] * mesh.size()
     dist.all_gather_object(budgets, mine, group=mesh.get_group())
     tightest = max(budgets, key=lambda budget: budget.needed_bytes / budget.free_bytes)
     tightest.check()
+    check_hosts(budgets)
     if mine.rank == 0:
         _logger.info("%s", tightest)
 

@@ -47,6 +47,7 @@ def describe(
         lines.append(f"{name}: a buffer of {tuple(buffer.shape)}, {buffer.dtype}")
     for table in plan.tables:
         ranks = ", ".join(str(shard.rank) for shard in table.shards)
-        lines.append(f"{table.table}: {table.placement.value} on ranks {ranks}")
+        storage = "" if table.storage is None else f", {table.storage}"
+        lines.append(f"{table.table}: {table.placement.value} on ranks {ranks}{storage}")
     # The repr of functions and of many objects holds their address, which differs among processes.
     return [re.sub(r" at 0x[0-9a-f]+", "", line) for line in lines]

@@ -1,5 +1,6 @@
 """The base of the sharded collections: what this rank holds, and who looks up what."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
@@ -89,12 +90,12 @@ class HeldTables(NamedTuple):
 
 
 def local_table(spec: TableSpec, plan: TablePlan, ranks: TableRanks) -> Table | None:
-    """This rank's shard of a table, None where it has none."""
+    """This rank's shard of a table, in the storage that ``plan`` names; None where it has none."""
     shard = next((shard for shard in plan.shards if shard.rank == ranks.rank), None)
     if shard is None:
         return None
     table = Table(
-        spec,
+        dataclasses.replace(spec, storage=plan.storage),
         first_row=shard.first_row,
         num_rows=shard.num_rows,
         first_column=shard.first_column,

@@ -7,10 +7,9 @@ share of every rank's rows: frequent ids are assumed to be scattered over the ta
 """
 
 import dataclasses
-import enum
 import math
-from collections.abc import Hashable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +17,18 @@ import torch
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.hash_table import BUCKET_SLOTS
 from torchembed.ops.rowwise_update import UpdateRule
-from torchembed.sharding.planning.distinct_rows import expected_distinct, exponent_of
+from torchembed.sharding.planning.distinct_rows import (
+    expected_distinct,
+    expected_misses,
+    exponent_of,
+)
+from torchembed.sharding.planning.loads import WIRES, Everywhere, Load
 from torchembed.sharding.planning.plan import Placement, Shard, TablePlan
+from torchembed.sharding.planning.storage_costs import held_rows
+from torchembed.sharding.planning.table_use import TableUse
 from torchembed.sharding.planning.topology import Topology
 from torchembed.sharding.wire import WirePrecision, WireTransport
-from torchembed.tables import TableSpec
+from torchembed.tables import HostMemory
 
 ID_BYTES, ANY_ID_BYTES, LENGTH_BYTES = 4, 8, 8
 """Bytes of an id, of one of a dynamic table, and of a bag's length in an exchange. Tables of more
@@ -76,58 +82,7 @@ SUM_COPIES = 3
 """Copies of those gradients in memory at a time: summed, squared, divided."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TableUse:
-    """A whole table and how a model uses it."""
-
-    spec: TableSpec
-    features: tuple[str, ...]
-    """Features that are looked up in the table."""
-    pooled: bool = True
-    """False where each id gets a vector of its own."""
-    output_dtype: torch.dtype = torch.float32
-    module: str = ""
-    """Name of the module that the table belongs to; tables of one module may grow at once."""
-
-    def table_group(self, num_columns: int) -> Hashable:
-        """Key that is equal for the shards which a rank looks up and updates in one call."""
-        return num_columns, self.spec.dtype, self.pooled, self.spec.index
-
-
-class Load(enum.IntEnum):
-    """Columns of load arrays: the costs of a shard to the rank that holds it."""
-
-    LOOKUP = 0
-    """Bytes through memory in forward; cached ones are weighted by `CACHED_ROW_BYTE`."""
-    UPDATE = 1
-    """Bytes through memory in backward and in the optimizer's step, weighted likewise."""
-    IDS = 2
-    """Bytes of ids that each rank sends to it."""
-    VECTORS = 3
-    """Bytes of vectors that it sends to each rank."""
-    GRADIENTS = 4
-    """Bytes of gradients, and of their squares where exchanged, that each rank sends to it."""
-    HELD = 5
-    """Bytes of rows, their optimizer state, and buffers."""
-
-
-WIRES = slice(Load.IDS, Load.HELD)
-"""The columns of load arrays that are exchanged between ranks."""
-
 Numbers = TypeVar("Numbers", float, np.ndarray)
-
-
-class Everywhere(NamedTuple):
-    """The costs of a table to every rank, independent of who holds it."""
-
-    lookup_bytes: float = 0.0
-    update_bytes: float = 0.0
-    all_reduce_bytes: float = 0.0
-    """Bytes of a replicated table's gradients."""
-    held_bytes: float = 0.0
-
-    def plus(self, other: "Everywhere") -> "Everywhere":
-        return Everywhere(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,9 +117,48 @@ class CostModel:
         rows = num_rows * num_columns * use.spec.dtype.itemsize
         return rows + state + use.spec.index.bytes_for(num_rows)
 
-    def shard_load(self, use: TableUse, shard: Shard, share: float) -> np.ndarray:
-        """float64 ``[6]``, by :class:`Load`: one shard of a table that is not replicated, with that
-        ``share`` of its rows."""
+    def line_bytes(self, use: TableUse, num_columns: int) -> int:
+        """Bytes of ``num_columns`` of one row with their optimizer state."""
+        row = num_columns * use.spec.dtype.itemsize
+        return row + self.rule.state_bytes(1, num_columns)
+
+    def device_bytes(self, use: TableUse, shard: Shard, storage: HostMemory | None) -> int:
+        """Bytes that a shard takes of its rank's memory: all of it where that is the host's."""
+        if storage is None:
+            return self.weight_bytes(use, shard.num_rows, shard.num_columns)
+        line_bytes = self.line_bytes(use, shard.num_columns)
+        held = held_rows(storage, shard.num_rows, line_bytes)
+        num_rows = held.on_device + (held.in_host if self.topology.devices_are_hosts else 0)
+        return num_rows * line_bytes + held.index_bytes
+
+    def host_load(
+        self, use: TableUse, shard: Shard, share: float, storage: HostMemory | None
+    ) -> tuple[float, float]:
+        """``HOST`` and ``FETCHED`` of a shard with that ``share`` of its table's rows. All rows of
+        a step are trained, so that each one that is fetched has another one written back."""
+        if storage is None or self.topology.devices_are_hosts:
+            return 0.0, 0.0
+        line_bytes = self.line_bytes(use, shard.num_columns)
+        held = held_rows(storage, shard.num_rows, line_bytes)
+        missing = share * self.misses(use, held.on_device / share)
+        return held.in_host * line_bytes, missing * line_bytes
+
+    def misses(self, use: TableUse, cached: float) -> float:
+        """Different rows of all ranks' batches that are not among ``cached`` rows which were used
+        last, expected."""
+        drawn = tuple(self._drawn(use, self.topology.num_ranks))
+        return expected_misses(use.spec.num_rows, drawn, cached)
+
+    def hit_rate(self, use: TableUse, cached: float) -> float:
+        """The share of the different rows of all ranks' batches that are among them."""
+        touched = self.touched(use, self.topology.num_ranks)
+        return 1.0 - self.misses(use, cached) / touched if touched > 0 else 1.0
+
+    def shard_load(
+        self, use: TableUse, shard: Shard, share: float, storage: HostMemory | None = None
+    ) -> np.ndarray:
+        """float64 ``[len(Load)]``: one shard of a table that is not replicated, with that ``share``
+        of its rows."""
         hotness = self.lookups(use)
         spec, num_ranks, num_samples = use.spec, self.topology.num_ranks, self.batch_size
         is_dynamic = spec.num_ids is None
@@ -177,7 +171,7 @@ class CostModel:
         id_bytes = ANY_ID_BYTES if is_dynamic else ID_BYTES
         ids = id_bytes * sent + (0 if is_fixed else LENGTH_BYTES * bags)
         lookups = num_ranks * num_samples * hotness * share
-        touched = self._touched(use, num_ranks) * share
+        touched = self.touched(use, num_ranks) * share
         vectors = bags if use.pooled else num_samples * hotness * share
         width = shard.num_columns
         out_itemsize = use.output_dtype.itemsize
@@ -194,13 +188,14 @@ class CostModel:
                 ids,
                 forward,
                 backward,
-                self.weight_bytes(use, shard.num_rows, width)
+                self.device_bytes(use, shard, storage)
                 + num_ranks * (ID_COPIES * ids + forward + self._arrival_copies(use) * backward),
+                *self.host_load(use, shard, share, storage),
             ]
         )
 
     def everywhere(self, use: TableUse, placement: Placement, loads: np.ndarray) -> Everywhere:
-        """The costs of the table to every rank, given ``loads [shards, 6]`` of its shards.
+        """The costs of the table to every rank, given ``loads [shards, len(Load)]`` of its shards.
 
         For a replicated table these are all costs; for others those of sending ids and receiving
         vectors.
@@ -209,7 +204,7 @@ class CostModel:
         vectors = num_samples * (len(use.features) if use.pooled else hotness)
         output = vectors * spec.dim * use.output_dtype.itemsize
         if placement is not Placement.DATA_PARALLEL:
-            _, _, ids, forward, backward, _ = loads.sum(axis=0)
+            ids, forward, backward = loads[:, WIRES].sum(axis=0)
             by_rows = placement in (Placement.ROW_WISE, Placement.TABLE_ROW_WISE)
             is_summed = use.pooled and by_rows and len(loads) > 1
             stacked = len(loads) * output if is_summed else 0.0
@@ -225,7 +220,7 @@ class CostModel:
         weight_row = spec.dim * spec.dtype.itemsize
         gradients = lookups * _accessed(spec.dim * use.output_dtype.itemsize)
         return Everywhere(
-            ids + _looked_up(lookups, self._touched(use, 1), weight_row) + output,
+            ids + _looked_up(lookups, self.touched(use, 1), weight_row) + output,
             gradients + DENSE_PASSES * dense + spec.num_rows * self._row_update(use, spec.dim),
             dense,
             self.weight_bytes(use, spec.num_rows, spec.dim)
@@ -240,15 +235,19 @@ class CostModel:
         row = _accessed(width * use.spec.dtype.itemsize)
         return 2 * (row + self.rule.num_states * _accessed(state))
 
-    def _touched(self, use: TableUse, num_ranks: int) -> float:
-        """Different rows that the batches of ``num_ranks`` ranks look up, expected."""
+    def touched(self, use: TableUse, num_batches: float) -> float:
+        """Different rows that ``num_batches`` of one rank each look up, expected."""
+        return expected_distinct(use.spec.num_rows, self._drawn(use, num_batches))
+
+    def _drawn(self, use: TableUse, num_batches: float) -> list[tuple[float, float]]:
+        """For each feature the ids of ``num_batches``, and the exponent of their law."""
         num_rows, drawn = use.spec.num_rows, []
         for feature in use.features:
             num_ids, exponent = self.batch_size * self.hotness.get(feature, 1.0), 0.0
             if feature in self.distinct_ids:
                 exponent = exponent_of(num_rows, num_ids, self.distinct_ids[feature])
-            drawn.append((num_ranks * num_ids, exponent))
-        return expected_distinct(num_rows, drawn)
+            drawn.append((num_batches * num_ids, exponent))
+        return drawn
 
     def lookup_seconds(self, num_bytes: Numbers, num_groups: Numbers | int = 0) -> Numbers:
         """Seconds for ``LOOKUP`` bytes in ``num_groups`` calls; numbers or arrays."""
@@ -259,6 +258,11 @@ class CostModel:
         """Seconds for ``UPDATE`` bytes in ``num_groups`` calls; numbers or arrays."""
         fixed = UPDATE_KERNELS * self.topology.kernel_seconds
         return num_bytes / self.topology.memory_bandwidth + num_groups * fixed
+
+    def fetch_seconds(self, loads: np.ndarray) -> np.ndarray:
+        """Seconds for rows that come from the host while others are written back, while a rank does
+        nothing else, for each of ``loads [n, len(Load)]``, float64 ``[n]``."""
+        return loads[:, Load.FETCHED] / self.topology.host_bandwidth
 
     def all_reduce_seconds(self, num_bytes: float) -> float:
         """Seconds for an all-reduce of ``num_bytes`` on each rank.
@@ -276,9 +280,9 @@ class CostModel:
         ``[W, 3]``.
 
         Args:
-            loads: ``[W, 6]``, the loads of the shards that each rank holds. It receives the ids and
-                gradients and sends the vectors of its own shards; in the other direction go those
-                of all other ranks' shards.
+            loads: ``[W, len(Load)]``, the loads of the shards that each rank holds. It receives the
+                ids and gradients and sends the vectors of its own shards; in the other direction go
+                those of all other ranks' shards.
         """
         topology = self.topology
         per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
@@ -302,11 +306,12 @@ class CostModel:
         lookup = self.lookup_seconds(loads[:, Load.LOOKUP] + everywhere.lookup_bytes, num_groups)
         update = self.update_seconds(loads[:, Load.UPDATE] + everywhere.update_bytes, num_groups)
         common = self.all_reduce_seconds(everywhere.all_reduce_bytes)
-        return lookup + update + self.wire_seconds(loads).sum(axis=1) + common
+        fetch = self.fetch_seconds(loads)
+        return lookup + update + self.wire_seconds(loads).sum(axis=1) + common + fetch
 
     def holder_seconds(self, loads: np.ndarray) -> np.ndarray:
-        """Seconds that each of ``loads [n, 6]`` adds to a rank whose own side is its busiest,
-        float64 ``[n]``."""
+        """Seconds that each of ``loads [n, len(Load)]`` adds to a rank whose own side is its
+        busiest, float64 ``[n]``."""
         topology = self.topology
         per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
         wire = max(
@@ -315,11 +320,12 @@ class CostModel:
         )
         lookup = self.lookup_seconds(loads[:, Load.LOOKUP])
         update = self.update_seconds(loads[:, Load.UPDATE])
-        return lookup + update + wire * loads[:, WIRES].sum(axis=1)
+        fetch = self.fetch_seconds(loads)
+        return lookup + update + wire * loads[:, WIRES].sum(axis=1) + fetch
 
     def table_loads(self, use: TableUse, plan: TablePlan) -> tuple[np.ndarray, Everywhere]:
-        """Loads ``[shards, 6]`` in the order of ``plan.shards``, zeros where replicated, and the
-        costs to every rank."""
+        """Loads ``[shards, len(Load)]`` in the order of ``plan.shards``, zeros where replicated,
+        and the costs to every rank."""
         loads = np.zeros((len(plan.shards), len(Load)))
         if plan.placement is not Placement.DATA_PARALLEL:
             # All shards but the last have one shape.
@@ -329,7 +335,8 @@ class CostModel:
             for index, shard in enumerate(plan.shards):
                 shape = (shard.num_rows, shard.num_columns)
                 if shape not in known:
-                    known[shape] = self.shard_load(use, shard, shard.num_rows / num_rows)
+                    share = shard.num_rows / num_rows
+                    known[shape] = self.shard_load(use, shard, share, plan.storage)
                 loads[index] = known[shape]
         everywhere = self.everywhere(use, plan.placement, loads)
         by_columns = plan.placement is Placement.COLUMN_WISE and len(plan.shards) > 1
@@ -338,8 +345,8 @@ class CostModel:
         return loads, everywhere
 
     def _squares_loads(self, use: TableUse, plan: TablePlan) -> np.ndarray:
-        """Loads ``[shards, 6]`` that row-wise Adagrad adds, since it needs the squares of all
-        columns.
+        """Loads ``[shards, len(Load)]`` that row-wise Adagrad adds, since it needs the squares of
+        all columns.
 
         One square is counted for each lookup, since no rank waits to learn how many rows differ.
         Squares come from the ranks of the other shards, assumed to be any rank equally often.

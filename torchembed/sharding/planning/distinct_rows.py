@@ -18,6 +18,7 @@ _NUM_CELLS = 256
 """Cells that the rows are divided into, in a geometric series: the rows of one are about equally
 likely, so that sums over cells stand for sums over rows."""
 _NUM_HALVINGS = 40
+_MOST_BATCHES = 2.0**100
 
 
 def expected_distinct(num_rows: int, drawn: Sequence[tuple[float, float]]) -> float:
@@ -43,6 +44,37 @@ def _shares(edges: NDArray[np.float64], exponent: float) -> NDArray[np.float64]:
     logs = np.log(edges)
     below = logs if abs(power) < 1e-9 else np.expm1(power * logs) / power
     return below / below[-1]
+
+
+@functools.lru_cache(maxsize=4096)
+def expected_misses(num_rows: int, drawn: tuple[tuple[float, float], ...], cached: float) -> float:
+    """Expected number of different rows of a batch that are not among the ``cached`` rows that were
+    used last, out of ``num_rows``.
+
+    Those are the rows of as many batches before as touch so many, so that each further batch
+    touches as many rows beyond them (the characteristic time of H. Che, Y. Tung and Z. Wang,
+    "Hierarchical web caching systems", 2002). Of uniform ids it is the share of the rows that is
+    not cached.
+
+    Args:
+        drawn: of a batch, as for :func:`expected_distinct`.
+    """
+    if cached >= num_rows:
+        return 0.0
+
+    def touched(num_batches: float) -> float:
+        return expected_distinct(num_rows, [(num_batches * ids, law) for ids, law in drawn])
+
+    low, high = 0.0, 1.0
+    while touched(high) < cached and high < _MOST_BATCHES:
+        low, high = high, 2 * high
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        if touched(middle) < cached:
+            low = middle
+        else:
+            high = middle
+    return max(touched(high + 1) - touched(high), 0.0)
 
 
 @functools.lru_cache(maxsize=4096)

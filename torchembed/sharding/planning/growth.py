@@ -4,8 +4,8 @@ from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from torchembed.ops.rowwise_update import UpdateRule
-from torchembed.sharding.planning.costs import TableUse
 from torchembed.sharding.planning.plan import Shard
+from torchembed.sharding.planning.table_use import TableUse
 
 
 class MovedPart(NamedTuple):

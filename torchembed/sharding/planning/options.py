@@ -5,9 +5,12 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from torchembed.sharding.planning.costs import CostModel, Everywhere, Load, TableUse
+from torchembed.sharding.planning.costs import CostModel
 from torchembed.sharding.planning.growth import MovedPart, moved_parts
+from torchembed.sharding.planning.loads import Everywhere, Load
 from torchembed.sharding.planning.plan import Placement, TablePlan, as_placement, place_table
+from torchembed.sharding.planning.table_use import TableUse
+from torchembed.tables import HostMemory
 
 MIN_COLUMNS = 4
 """Fewest columns of a column-wise shard, and a divisor of its columns: the width of a vector
@@ -46,7 +49,7 @@ class Option:
     groups: tuple[np.ndarray, ...] = ()
     pool: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
     loads: np.ndarray
-    """``[ranks of a group, 6]``, in the order of its ranks; zeros for replicas."""
+    """``[ranks of a group, len(Load)]``, in the order of its ranks; zeros for replicas."""
     holder_seconds: np.ndarray
     """``[ranks of a group]``."""
     everywhere: Everywhere
@@ -54,6 +57,8 @@ class Option:
     """Key of the tables that a rank looks up and updates in one call; None for replicas."""
     moved: tuple[MovedPart, ...] = ()
     """Of a table that grows, the rows of each part that has some."""
+    storage: HostMemory | None = None
+    """Of each rank that holds rows; None: on its device."""
     exact: TablePlan | None = None
 
     @property
@@ -62,7 +67,10 @@ class Option:
 
     def plan(self, table: str, use: TableUse, ranks: Sequence[int]) -> TablePlan:
         """The table over ``ranks``, one for each part."""
-        return self.exact or place_table(table, use.spec, self.placement, ranks)
+        if self.exact is not None:
+            return self.exact
+        placed = place_table(table, use.spec, self.placement, ranks)
+        return dataclasses.replace(placed, storage=self.storage)
 
 
 def table_options(
@@ -71,11 +79,17 @@ def table_options(
     model: CostModel,
     placements: Sequence[Placement],
     constraint: TableConstraint,
+    num_cached: int | None = None,
 ) -> list[Option]:
     """Every way in which ``table`` may be placed.
 
     Replicas are an option of a pooled table with fewer rows than a rank has samples, and of any
-    table whose own constraint names them; of no dynamic table.
+    table whose own constraint names them; of no dynamic table, and of none whose rows are not on
+    the device.
+
+    Args:
+        num_cached: rows, of all ranks together, that devices cache of a table which is to be in
+            host memory; None: its rows are where its config says.
 
     Raises:
         ValueError: where ``constraint`` leaves none, or does not fit the table or the topology, or
@@ -115,6 +129,10 @@ def table_options(
         ranks = groups[0] if groups else pool[:num_parts]
         if placement in allowed and wished in (None, len(ranks)):
             prototype = place_table(table, use.spec, placement, ranks)
+            if num_cached is not None:
+                by_rows = placement in (Placement.ROW_WISE, Placement.TABLE_ROW_WISE)
+                of_rank = -(-num_cached // (len(prototype.shards) if by_rows else 1))
+                prototype = dataclasses.replace(prototype, storage=HostMemory(cache_rows=of_rank))
             loads, everywhere = _part_loads(use, model, prototype, len(ranks))
             options.append(
                 Option(
@@ -126,12 +144,14 @@ def table_options(
                     everywhere=everywhere,
                     table_group=_table_group(use, prototype),
                     moved=_moved(use, model, prototype),
+                    storage=prototype.storage,
                 )
             )
 
     replicas_named = named is not None and Placement.DATA_PARALLEL in allowed
     is_small = use.pooled and use.spec.num_rows < model.batch_size and use.spec.num_ids is not None
-    if len(pool) == num_ranks and (replicas_named or is_small):
+    is_small &= use.spec.storage is None
+    if len(pool) == num_ranks and (replicas_named or is_small) and num_cached is None:
         offer(Placement.DATA_PARALLEL, groups=[all_ranks])
     if pool:
         offer(Placement.TABLE_WISE, num_parts=1)
@@ -188,10 +208,14 @@ def _exact_option(table: str, use: TableUse, model: CostModel, exact: TablePlan)
             f"exact ranks of table {table} must be different and in [0, {num_ranks}), got "
             f"{list(ranks)}"
         )
-    if exact.table != table or exact != place_table(table, use.spec, exact.placement, ranks):
+    expected = place_table(table, use.spec, exact.placement, ranks)
+    if use.spec.storage is None:
+        expected = dataclasses.replace(expected, storage=exact.storage)
+    if exact.table != table or exact != expected:
         raise ValueError(
             f"exact of the constraint of table {table} must hold that table as place_table divides "
-            f"its {use.spec.num_rows} rows and {use.spec.dim} columns, got {exact}"
+            f"its {use.spec.num_rows} rows and {use.spec.dim} columns, in the storage that its "
+            f"config names, got {exact}"
         )
     loads, everywhere = model.table_loads(use, exact)
     return Option(

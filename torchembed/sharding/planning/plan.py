@@ -5,7 +5,12 @@ import enum
 import json
 from collections.abc import Mapping, Sequence
 
-from torchembed.tables import TableSpec
+from torchembed.sharding.planning.storage_json import (
+    storage_entries,
+    storage_from,
+    storage_text,
+)
+from torchembed.tables import HostMemory, TableSpec
 
 
 class Placement(enum.Enum):
@@ -55,6 +60,21 @@ class TablePlan:
     takes_any_id: bool = False
     """True for a dynamic table: the rows of a shard belong to whatever ids it holds, and a hash of
     an id says which of the ranks that divide the rows holds it."""
+    storage: HostMemory | None = None
+    """Where the rows of a shard live, with sizes of each rank's caches; None: on its device."""
+
+    def __post_init__(self) -> None:
+        if self.storage is not None and self.placement is Placement.DATA_PARALLEL:
+            raise ValueError(
+                f"placement of table {self.table} must not be data_parallel, since its rows live "
+                "in host memory, which every rank would hold; use table_wise, column_wise or "
+                "row_wise"
+            )
+        if self.storage is not None and self.takes_any_id:
+            raise ValueError(
+                f"storage of table {self.table} must be None for a dynamic table, whose rows live "
+                f"on the device, got {self.storage}"
+            )
 
 
 def _count(entries: Mapping[str, object], name: str) -> int:
@@ -124,9 +144,21 @@ class ShardingPlan:
 
     def to_json(self) -> str:
         """The plan as JSON; :meth:`from_json` gives an equal one back."""
-        return json.dumps(
-            dataclasses.asdict(self), default=lambda value: value.value, indent=2, sort_keys=True
-        )
+        data = {
+            "num_ranks": self.num_ranks,
+            "num_nodes": self.num_nodes,
+            "tables": [
+                {
+                    "table": plan.table,
+                    "placement": plan.placement.value,
+                    "shards": [dataclasses.asdict(shard) for shard in plan.shards],
+                    "takes_any_id": plan.takes_any_id,
+                    "storage": storage_entries(plan.storage),
+                }
+                for plan in self.tables
+            ],
+        }
+        return json.dumps(data, indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "ShardingPlan":
@@ -143,6 +175,7 @@ class ShardingPlan:
                     placement=Placement(table["placement"]),
                     shards=tuple(_shard(shard) for shard in table["shards"]),
                     takes_any_id=_flag(table, "takes_any_id"),
+                    storage=storage_from(table.get("storage")),
                 )
                 for table in data["tables"]
             )
@@ -155,14 +188,17 @@ class ShardingPlan:
         return cls(num_ranks=num_ranks, tables=tables, num_nodes=num_nodes)
 
     def __str__(self) -> str:
-        rows = [("table", "placement", "ranks", "rows a rank", "ids")]
+        rows = [("table", "placement", "ranks", "rows a rank", "ids", "storage")]
         for plan in self.tables:
             ranks = ",".join(str(shard.rank) for shard in plan.shards)
             most = max((shard.num_rows for shard in plan.shards), default=0)
             ids = "any" if plan.takes_any_id else ""
-            rows.append((plan.table, plan.placement.value, ranks, f"{most:,}", ids))
-        if not any(plan.takes_any_id for plan in self.tables):
+            stored = storage_text(plan.storage)
+            rows.append((plan.table, plan.placement.value, ranks, f"{most:,}", ids, stored))
+        if not any(plan.storage for plan in self.tables):
             rows = [row[:-1] for row in rows]
+        if not any(plan.takes_any_id for plan in self.tables):
+            rows = [(*row[:4], *row[5:]) for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(line.rstrip() for line in lines)
@@ -179,7 +215,7 @@ def place_table(
 
     Raises:
         ValueError: for no ranks, for one that is named twice, for more than one under
-            ``TABLE_WISE``, or for a dynamic table under ``DATA_PARALLEL``.
+            ``TABLE_WISE``, or under ``DATA_PARALLEL`` for a dynamic table or one in host memory.
     """
     ranks = sorted(ranks)
     if not ranks or len(set(ranks)) < len(ranks):
@@ -191,11 +227,6 @@ def place_table(
         raise ValueError(
             f"ranks of table {name} must be one under table_wise, got {ranks}; give one of them, "
             "or divide the table by row_wise or column_wise"
-        )
-    if spec.storage is not None and placement is Placement.DATA_PARALLEL:
-        raise ValueError(
-            f"placement of table {name} must not be data_parallel, since its rows live in host "
-            "memory, which every rank would hold; use table_wise, column_wise or row_wise"
         )
     takes_any_id = spec.num_ids is None
     if takes_any_id and placement is Placement.DATA_PARALLEL:
@@ -226,7 +257,13 @@ def place_table(
         )
         if num_rows > 0 and num_columns > 0
     )
-    return TablePlan(table=name, placement=placement, shards=shards, takes_any_id=takes_any_id)
+    return TablePlan(
+        table=name,
+        placement=placement,
+        shards=shards,
+        takes_any_id=takes_any_id,
+        storage=spec.storage,
+    )
 
 
 def _divided(size: int, num_parts: int) -> list[tuple[int, int]]:

@@ -5,17 +5,17 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from torchembed.sharding.planning.costs import (
-    ALL_REDUCE_EXCHANGES,
-    CostModel,
-    Everywhere,
-    Load,
-    TableUse,
-)
+from torchembed.ops.rowwise_update import UpdateRule
+from torchembed.sharding.planning.costs import ALL_REDUCE_EXCHANGES, CostModel
 from torchembed.sharding.planning.dense_costs import DenseCost, DenseUse, dense_cost
 from torchembed.sharding.planning.growth import MovedPart, growth_bytes, moved_parts
-from torchembed.sharding.planning.plan import Placement, ShardingPlan
+from torchembed.sharding.planning.loads import Everywhere, Load
+from torchembed.sharding.planning.plan import Placement, ShardingPlan, TablePlan
+from torchembed.sharding.planning.storage_costs import held_rows
+from torchembed.sharding.planning.storage_json import storage_text
+from torchembed.sharding.planning.table_use import TableUse
 from torchembed.sharding.planning.topology import Topology
+from torchembed.tables import HostMemory
 
 MAX_RANK_LINES = 16
 """Number of ranks up to which all are printed; of more only the slowest, fastest and fullest."""
@@ -36,11 +36,16 @@ class TableCost:
     state_bytes: int
     """Bytes of the optimizer state among them."""
     busiest_bytes: int
-    """The most of these bytes that a rank holds."""
+    """The most bytes that a rank holds of it on its device."""
     seconds: float
     """Predicted time on the table's busiest rank, with that rank's memory and links to itself."""
     takes_any_id: bool = False
     """True for a dynamic table."""
+    storage: HostMemory | None = None
+    """Where the rows of each rank live; None: on its device."""
+    hit_rate: float | None = None
+    """The share of a step's different rows that caches on the devices are predicted to hold; None
+    where all rows are there."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,17 +54,23 @@ class RankCost:
 
     rank: int
     weight_bytes: int
-    """Bytes of rows, their optimizer state and, where tables are dynamic, their ids."""
+    """Bytes of rows on the device, their optimizer state and, where tables are dynamic or cached,
+    what finds them."""
     buffer_bytes: int
     """Bytes of activations and exchange buffers."""
     growth_bytes: int = 0
     """The most bytes that dynamic tables take beside those while they grow."""
+    host_bytes: int = 0
+    """Bytes of rows in the memory of the host, and of their optimizer state."""
     lookup_seconds: float
     update_seconds: float
     ids_seconds: float
     vectors_seconds: float
     gradients_seconds: float
     all_reduce_seconds: float
+    fetch_seconds: float = 0.0
+    """Seconds for rows that come from the host while others are written back; none of them is
+    hidden by what a pipeline does at the same time."""
 
     @property
     def held_bytes(self) -> int:
@@ -71,7 +82,7 @@ class RankCost:
         return sum(getattr(self, f"{part}_seconds") for part in TIME_PARTS)
 
 
-TIME_PARTS = ("lookup", "update", "ids", "vectors", "gradients", "all_reduce")
+TIME_PARTS = ("lookup", "update", "ids", "vectors", "gradients", "all_reduce", "fetch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +92,8 @@ class PlanReport:
     plan: ShardingPlan
     topology: Topology
     batch_size: int
+    rule: UpdateRule
+    """Of the tables' optimizer."""
     tables: tuple[TableCost, ...]
     ranks: tuple[RankCost, ...]
     dense: DenseCost | None = None
@@ -114,9 +127,9 @@ class PlanReport:
         lines = [
             setting,
             "",
-            *_aligned([_TABLE_HEAD, *(_table_row(table) for table in self.tables)], num_left=3),
+            *_aligned(_filled([_TABLE_HEAD, *map(_table_row, self.tables)]), num_left=3),
             "",
-            *_rank_lines(self._shown(), grow=any(rank.growth_bytes for rank in self.ranks)),
+            *_aligned(_filled([_RANK_HEAD, *map(_rank_row, self._shown())]), num_left=1),
             "",
             *([] if self.dense is None else [_dense_line(self.dense)]),
             summary,
@@ -156,7 +169,7 @@ def report_plan(
         for shard in of_table.shards:
             moved[shard.rank] += moved_parts(use, shard, model.rule)
         np.add.at(loads, members, shard_loads)
-        held = [model.weight_bytes(use, s.num_rows, s.num_columns) for s in of_table.shards]
+        held = [model.device_bytes(use, shard, of_table.storage) for shard in of_table.shards]
         np.add.at(weights, members, held)
         alone = np.zeros_like(loads)
         np.add.at(alone, members, shard_loads)
@@ -172,16 +185,34 @@ def report_plan(
                 busiest_bytes=max(held),
                 seconds=float(model.rank_seconds(alone, of_all).max()),
                 takes_any_id=of_table.takes_any_id,
+                storage=of_table.storage,
+                hit_rate=_hit_rate(model, use, of_table),
             )
         )
     return PlanReport(
         plan=plan,
         topology=topology,
         batch_size=model.batch_size,
+        rule=model.rule,
         tables=tuple(costs),
         ranks=tuple(_rank_costs(model, loads, weights, everywhere, groups, moved)),
         dense=None if dense is None else dense_cost(dense, model),
     )
+
+
+def _hit_rate(model: CostModel, use: TableUse, plan: TablePlan) -> float | None:
+    """The hit rate of the first shard's cache; those of others are as large."""
+    if plan.storage is None:
+        return None
+    shard = plan.shards[0]
+    line_bytes = model.line_bytes(use, shard.num_columns)
+    cached = held_rows(plan.storage, shard.num_rows, line_bytes).on_device
+    return model.hit_rate(use, cached * _num_rows(plan) / shard.num_rows)
+
+
+def _num_rows(plan: TablePlan) -> int:
+    """Rows of all shards; under column-wise those of each."""
+    return sum({shard.first_row: shard.num_rows for shard in plan.shards}.values())
 
 
 def _rank_costs(
@@ -195,6 +226,7 @@ def _rank_costs(
     topology = model.topology
     wires = model.wire_seconds(loads)
     wires += topology.collective_seconds * (wires > 0)
+    fetch = model.fetch_seconds(loads)
     reduce = model.all_reduce_seconds(everywhere.all_reduce_bytes)
     reduce += ALL_REDUCE_EXCHANGES * topology.collective_seconds * (reduce > 0)
     for rank, (load, wire) in enumerate(zip(loads, wires, strict=True)):
@@ -206,6 +238,7 @@ def _rank_costs(
             rank=rank,
             weight_bytes=int(weights[rank]),
             growth_bytes=growth_bytes(moved[rank]),
+            host_bytes=round(load[Load.HOST]),
             buffer_bytes=round(held) - int(weights[rank]),
             lookup_seconds=float(model.lookup_seconds(lookup_bytes, calls)),
             update_seconds=float(model.update_seconds(update_bytes, calls)),
@@ -213,12 +246,21 @@ def _rank_costs(
             vectors_seconds=float(wire[1]),
             gradients_seconds=float(wire[2]),
             all_reduce_seconds=float(reduce),
+            fetch_seconds=float(fetch[rank]),
         )
 
 
-_TABLE_HEAD = ("table", "placement", "ranks", "bytes", "most on a rank", "lookups", "ms alone")
-_RANK_HEAD = ("rank", "rows and state", "buffers", *(f"{part} ms" for part in TIME_PARTS), "ms")
-_GROWTH_HEAD, _GROWTH_COLUMN = "growth", 2
+_TABLE_HEAD = (
+    *("table", "placement", "ranks", "storage", "hit rate"),
+    *("bytes", "most on a rank", "lookups", "ms alone"),
+)
+_RANK_HEAD = (
+    *("rank", "rows and state", "growth", "buffers", "host"),
+    *(f"{part} ms" for part in TIME_PARTS),
+    "ms",
+)
+_UNUSED = ""
+"""A cell of a column that says something only where some table or rank uses what it is about."""
 
 
 def _table_row(table: TableCost) -> tuple[str, ...]:
@@ -226,6 +268,8 @@ def _table_row(table: TableCost) -> tuple[str, ...]:
         table.table,
         table.placement.value + (", any id" if table.takes_any_id else ""),
         ranks_text(table.ranks),
+        _UNUSED if table.storage is None else storage_text(table.storage),
+        _UNUSED if table.hit_rate is None else f"{table.hit_rate:.1%}",
         bytes_text(table.weight_bytes),
         bytes_text(table.busiest_bytes),
         f"{table.lookups:g}",
@@ -233,23 +277,24 @@ def _table_row(table: TableCost) -> tuple[str, ...]:
     )
 
 
-def _rank_lines(ranks: Sequence[RankCost], *, grow: bool) -> list[str]:
-    """A line for each of ``ranks`` under a head, with what growth takes where tables ``grow``."""
-    rows = [_RANK_HEAD, *map(_rank_row, ranks)]
-    if grow:
-        added = [_GROWTH_HEAD, *(bytes_text(rank.growth_bytes) for rank in ranks)]
-        column = _GROWTH_COLUMN
-        rows = [
-            (*row[:column], of_growth, *row[column:])
-            for row, of_growth in zip(rows, added, strict=True)
-        ]
-    return _aligned(rows, num_left=1)
-
-
 def _rank_row(rank: RankCost) -> tuple[str, ...]:
-    parts = (_ms(getattr(rank, f"{part}_seconds")) for part in TIME_PARTS)
-    held = (bytes_text(rank.weight_bytes), bytes_text(rank.buffer_bytes))
+    parts = [_ms(getattr(rank, f"{part}_seconds")) for part in TIME_PARTS]
+    if rank.fetch_seconds == 0:
+        parts[TIME_PARTS.index("fetch")] = _UNUSED
+    optional = [
+        bytes_text(num_bytes) if num_bytes else _UNUSED
+        for num_bytes in (rank.growth_bytes, rank.host_bytes)
+    ]
+    growth, host = optional
+    held = (bytes_text(rank.weight_bytes), growth, bytes_text(rank.buffer_bytes), host)
     return (str(rank.rank), *held, *parts, _ms(rank.seconds))
+
+
+def _filled(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """``rows``, the first of which is the head, without the columns that all others leave
+    unused."""
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    return list(zip(*columns, strict=True))
 
 
 def _dense_line(dense: DenseCost) -> str:

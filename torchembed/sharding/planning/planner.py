@@ -3,21 +3,35 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim import Adagrad
 from torchembed.optim.fused import FusedOptimizer
-from torchembed.sharding.planning.costs import CostModel, TableUse
+from torchembed.sharding.planning.costs import CostModel
 from torchembed.sharding.planning.dense_costs import DenseUse
 from torchembed.sharding.planning.options import TableConstraint, table_options
 from torchembed.sharding.planning.plan import Placement, ShardingPlan, as_placement
-from torchembed.sharding.planning.plan_report import PlanReport, bytes_text, report_plan
+from torchembed.sharding.planning.plan_report import PlanReport, report_plan
+from torchembed.sharding.planning.refusal import refusal
 from torchembed.sharding.planning.search import Search
+from torchembed.sharding.planning.table_use import TableUse
+from torchembed.sharding.planning.tier_choice import TierChoice
 from torchembed.sharding.planning.topology import Topology
 from torchembed.sharding.wire import WirePrecision, WireTransport
+
+_SHARES = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5, 0.25, 0.0)
+"""Shares of the devices' memory that rows and caches are to take; less where no plan is found that
+fits, since tables are not divided at will."""
+
+
+class _Placed(NamedTuple):
+    """A plan that may lack memory."""
+
+    report: PlanReport
+    missing_bytes: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +44,11 @@ class Planner:
     each width have kernels of their own, each with a fixed overhead. No rank gets
     more rows, optimizer state, activations and exchange buffers than fit into its memory. The same
     inputs give the same plan on every rank.
+
+    Tables whose configs name a storage keep it. Where the others do not fit the devices of GPUs,
+    some go to the memory of the hosts, behind caches on the devices: those of which the rows that
+    caches will miss take the least time for the memory that they free. A cache has room for the
+    rows of two batches at least. Dynamic tables stay on the devices.
     """
 
     batch_size: int = 1024
@@ -122,9 +141,32 @@ class Planner:
             distinct_ids=self.distinct_ids,
             transport=transport,
         )
-        allowed = cast("tuple[Placement, ...]", self.placements)
+        found = self._placed(tables, model, {}, dense)
+        if found.missing_bytes > 0:
+            found = self._with_hosts(tables, model, found, dense)
+        if found.missing_bytes > 0:
+            raise ValueError(refusal(found.report))
+        return found.report
+
+    def _placed(
+        self,
+        tables: Mapping[str, TableUse],
+        model: CostModel,
+        cached: Mapping[str, int],
+        dense: DenseUse | None,
+    ) -> _Placed:
+        """The best plan found, with some tables in host memory, of which devices are to have so
+        many rows ``cached``."""
+        allowed, topology = cast("tuple[Placement, ...]", self.placements), model.topology
         options = [
-            table_options(name, use, model, allowed, self.constraints.get(name, TableConstraint()))
+            table_options(
+                name,
+                use,
+                model,
+                allowed,
+                self.constraints.get(name, TableConstraint()),
+                cached.get(name),
+            )
             for name, use in tables.items()
         ]
         found = Search(model, options).best(self.max_imbalance)
@@ -136,10 +178,51 @@ class Planner:
         plan = ShardingPlan(
             num_ranks=topology.num_ranks, tables=tuple(plans), num_nodes=topology.num_nodes
         )
-        report = report_plan(plan, tables, model, dense)
-        if found.missing_bytes > 0:
-            raise ValueError(_refusal(report))
-        return report
+        return _Placed(report_plan(plan, tables, model, dense), found.missing_bytes)
+
+    def _with_hosts(
+        self,
+        tables: Mapping[str, TableUse],
+        model: CostModel,
+        on_devices: _Placed,
+        dense: DenseUse | None,
+    ) -> _Placed:
+        """A plan that takes tables from the devices, on which not all of them fit: with as much
+        memory for caches as leaves a plan that fits, if one does."""
+        movable = {
+            name: use
+            for name, use in tables.items()
+            if self._is_movable(use, self.constraints.get(name))
+        }
+        topology, report = model.topology, on_devices.report
+        if not movable or topology.devices_are_hosts or not topology.host.memory_bytes:
+            return on_devices
+        choice = TierChoice(movable, model)
+        others = [cost for cost in report.tables if cost.table not in movable]
+        fixed = sum(rank.buffer_bytes + rank.growth_bytes for rank in report.ranks)
+        fixed += sum(cost.busiest_bytes * len(cost.ranks) for cost in others)
+        free = topology.num_ranks * topology.memory_bytes - fixed
+        host_free = topology.num_nodes * topology.host.memory_bytes
+        host_free -= sum(rank.host_bytes for rank in report.ranks)
+        best, last = on_devices, {}
+        for share in _SHARES:
+            cached = choice.within(share * free, host_free)
+            if cached != last:
+                last, found = cached, self._placed(tables, model, cached, dense)
+                best = min(best, found, key=lambda placed: placed.missing_bytes)
+            if best.missing_bytes == 0:
+                break
+        return best
+
+    @staticmethod
+    def _is_movable(use: TableUse, constraint: TableConstraint | None) -> bool:
+        """True for a table whose storage neither its config nor a constraint says."""
+        if use.spec.storage is not None or use.spec.index.takes_any_id or use.must_be_on_device:
+            return False
+        if constraint is None or constraint.placements is None:
+            return constraint is None or constraint.exact is None
+        named = [as_placement("(any)", value) for value in constraint.placements]
+        return any(placement is not Placement.DATA_PARALLEL for placement in named)
 
     def _check_names(self, tables: Mapping[str, TableUse]) -> None:
         unknown = sorted(set(self.constraints) - set(tables))
@@ -154,30 +237,3 @@ class Planner:
                 raise ValueError(
                     f"{name} names features {unknown}, which no table has; they have {features}"
                 )
-
-
-NUM_HEAVIEST = 3
-"""Tables that the error of a plan which does not fit names."""
-
-
-def _refusal(report: PlanReport) -> str:
-    """The error for a best plan that does not fit, with what would help."""
-    fullest = max(report.ranks, key=lambda rank: rank.held_bytes)
-    memory = report.topology.memory_bytes
-    heaviest = sorted(report.tables, key=lambda table: -table.weight_bytes)[:NUM_HEAVIEST]
-    whole = sum(table.weight_bytes for table in report.tables)
-    names = ", ".join(f"{table.table} ({bytes_text(table.weight_bytes)})" for table in heaviest)
-    state = sum(table.state_bytes for table in report.tables)
-    growth = ""
-    if fullest.growth_bytes:
-        growth = f" and {bytes_text(fullest.growth_bytes)} for rows that move as tables grow"
-    return (
-        f"tables do not fit: in the best plan found rank {fullest.rank} would need "
-        f"{bytes_text(fullest.held_bytes)}, {bytes_text(fullest.buffer_bytes)} of it for "
-        f"activations and exchange buffers{growth}, and has {bytes_text(memory)}. Rows and "
-        f"optimizer state of all tables take {bytes_text(whole)}, {bytes_text(state)} of it "
-        f"state, on {report.topology.num_ranks} rank(s); the heaviest: {names}. Use more ranks "
-        f"(at least {-(-whole // memory)} for rows and state alone), a 16-bit dtype for the "
-        "tables, an optimizer with less state such as RowwiseAdagrad, a smaller batch_size, or "
-        "fewer constraints"
-    )

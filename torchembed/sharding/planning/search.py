@@ -10,8 +10,9 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from torchembed.sharding.planning.costs import CostModel, Everywhere, Load
+from torchembed.sharding.planning.costs import CostModel
 from torchembed.sharding.planning.growth import MovedPart, growth_bytes
+from torchembed.sharding.planning.loads import Everywhere, Load
 from torchembed.sharding.planning.options import Option
 from torchembed.sharding.planning.plan import Placement
 
@@ -39,14 +40,15 @@ class Assignment:
     picks: tuple[int, ...]
     ranks: tuple[np.ndarray, ...]
     loads: np.ndarray
-    """``[W, 6 + groups of tables]``: each rank's loads, then its number of parts of each group."""
+    """``[W, len(Load) + groups of tables]``: each rank's loads, then its number of parts of each
+    group."""
     held_bytes: np.ndarray
     """Bytes that each rank holds at its fullest, ``[W]``."""
     everywhere: Everywhere
     seconds: np.ndarray
     """Predicted time of each rank, ``[W]``."""
     missing_bytes: float
-    """Bytes beyond the ranks' memory, summed over ranks."""
+    """Bytes beyond the ranks' memory, summed over ranks, and beyond that of hosts, over nodes."""
 
     @property
     def imbalance(self) -> float:
@@ -79,7 +81,12 @@ class Search:
         self._options = [[_counting(option, numbers) for option in of] for of in options]
         self._num_columns = len(Load) + len(numbers)
         self._num_ranks = model.topology.num_ranks
-        self._memory = model.topology.memory_bytes
+        topology = model.topology
+        self._memory = topology.memory_bytes
+        self._host_memory = topology.host.memory_bytes
+        self._uses_hosts = any(
+            option.loads[:, Load.HOST].any() for of_table in options for option in of_table
+        )
         self._may_grow = any(option.moved for of_table in options for option in of_table)
         self._max_imbalance = math.inf
         self._placements_left = 0
@@ -183,6 +190,10 @@ class Search:
         most_held = _most_held(option)
         held = loads[:, Load.HELD]
         lacking = np.maximum(held + held_everywhere + most_held - self._memory, 0.0)
+        if self._uses_hosts:
+            of_nodes = self._of_nodes(loads[:, Load.HOST]) + option.loads[:, Load.HOST].max()
+            of_node = np.maximum(of_nodes - self._host_memory, 0.0)
+            lacking += np.repeat(of_node, self._model.topology.ranks_per_node)
         if option.groups:
             groups = np.array(option.groups)
             keys = (busy[groups].max(axis=1), lacking[groups].max(axis=1))
@@ -204,6 +215,10 @@ class Search:
         held = loads[:, Load.HELD] + everywhere.held_bytes
         if self._may_grow:
             held += self._growth_bytes(picks, ranks)
+        missing = float(np.maximum(held - self._memory, 0.0).sum())
+        if self._uses_hosts:
+            of_nodes = self._of_nodes(loads[:, Load.HOST])
+            missing += float(np.maximum(of_nodes - self._host_memory, 0.0).sum())
         num_groups = np.count_nonzero(loads[:, len(Load) :], axis=1)
         num_groups += everywhere.all_reduce_bytes > 0
         return Assignment(
@@ -213,8 +228,12 @@ class Search:
             held_bytes=held,
             everywhere=everywhere,
             seconds=self._model.rank_seconds(loads, everywhere, num_groups),
-            missing_bytes=float(np.maximum(held - self._memory, 0.0).sum()),
+            missing_bytes=missing,
         )
+
+    def _of_nodes(self, of_ranks: np.ndarray) -> np.ndarray:
+        """Sums of ``of_ranks [W]`` over the ranks of each node, ``[nodes]``."""
+        return of_ranks.reshape(self._model.topology.num_nodes, -1).sum(axis=1)
 
     def _growth_bytes(self, picks: tuple[int, ...], ranks: tuple[np.ndarray, ...]) -> list[int]:
         """The most bytes that growth takes on each rank."""
@@ -266,11 +285,15 @@ class Search:
             weights.append(held + self._mean_seconds(option))
         return sorted(range(len(weights)), key=lambda number: -weights[number])
 
-    @staticmethod
-    def _critical(assignment: Assignment) -> int:
-        """The fullest rank where memory is missing, else the slowest."""
+    def _critical(self, assignment: Assignment) -> int:
+        """The fullest rank where memory is missing, of its device or else of the fullest host; else
+        the slowest."""
         if assignment.missing_bytes > 0:
-            return int(assignment.held_bytes.argmax())
+            if (assignment.held_bytes > self._memory).any():
+                return int(assignment.held_bytes.argmax())
+            of_ranks = assignment.loads[:, Load.HOST]
+            of_nodes = np.repeat(self._of_nodes(of_ranks), self._model.topology.ranks_per_node)
+            return int(np.lexsort((of_ranks, of_nodes))[-1])
         return int(assignment.seconds.argmax())
 
     def _improved_ranks(self, best: Assignment) -> Assignment:

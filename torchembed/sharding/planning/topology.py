@@ -16,6 +16,28 @@ part, its activations, the collectives' own buffers and gaps of the allocator.""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the ranks of one node share beside their devices: memory for tables' rows, and how fast
+    GPUs reach it. The rates are measured ones of PCIe 5.0 with 16 lanes for each of eight GPUs."""
+
+    memory_bytes: int = 0
+    """Memory of the node that rows may take, of all its ranks together."""
+    link_bandwidth: float = 55e9
+    """Bytes a second between a GPU and the host, in each direction: what a copy engine reaches."""
+    access_bandwidth: float = 35e9
+    """Bytes a second, in each direction, of a kernel that reads and writes rows in the host."""
+    node_bandwidth: float = 256e9
+    """Bytes a second, in each direction, of all GPUs of the node at once."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, may_be_zero = getattr(self, field.name), field.name.endswith("_bytes")
+            if not (value > 0 or (may_be_zero and value == 0)):
+                required = "not be negative" if may_be_zero else "be positive"
+                raise ValueError(f"{field.name} of a host must {required}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
     """A rank's device and its links."""
 
@@ -100,10 +122,16 @@ class Topology:
     """Overhead of an exchange for each rank that takes part."""
     flops: float = math.inf
     """FLOPs a second that a dense part of 16-bit products reaches."""
+    host: Host = Host()
+    """Memory of each node for rows that are not on the devices."""
+    devices_are_hosts: bool = False
+    """True for ranks on CPUs: rows in the memory of the host take memory of their rank."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, may_be_zero = getattr(self, field.name), field.name.endswith("_seconds")
+            if isinstance(value, Host | bool):
+                continue
             if not (value > 0 or (may_be_zero and value == 0)):
                 required = "not be negative" if may_be_zero else "be positive"
                 raise ValueError(f"{field.name} of a topology must {required}, got {value}")
@@ -117,15 +145,31 @@ class Topology:
         """Fixed overhead of an exchange between all ranks."""
         return self.exchange_seconds + self.num_ranks * self.peer_seconds
 
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes a second and rank, in each direction, between devices and rows in the host."""
+        host = self.host
+        shared = host.node_bandwidth / self.ranks_per_node
+        return min(host.link_bandwidth, host.access_bandwidth, shared)
+
     def node_of(self, rank: int) -> int:
         """The node that ``rank`` is on."""
         return rank // self.ranks_per_node
 
     @classmethod
     def of_hardware(
-        cls, hardware: Hardware, *, ranks_per_node: int, num_nodes: int = 1
+        cls,
+        hardware: Hardware,
+        *,
+        ranks_per_node: int,
+        num_nodes: int = 1,
+        host: Host | None = None,
     ) -> "Topology":
-        """Ranks of ``hardware`` that are otherwise idle; no device is asked."""
+        """Ranks of ``hardware`` that are otherwise idle; no device is asked.
+
+        Args:
+            host: of each node; by default rows have no memory but the devices'.
+        """
         return cls(
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
@@ -137,18 +181,26 @@ class Topology:
             exchange_seconds=hardware.exchange_seconds,
             peer_seconds=hardware.peer_seconds,
             flops=hardware.flops,
+            host=host or Host(),
+            devices_are_hosts=hardware is CPU,
         )
 
     @classmethod
     def of_group(
-        cls, group: dist.ProcessGroup | None, device: torch.device, *, num_nodes: int = 1
+        cls,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        num_nodes: int = 1,
     ) -> "Topology":
         """The ranks of a process group, each of which passes its own ``device``.
 
         Collective: one all-gather of CPU tensors, so that all ranks get the same topology, that of
         the weakest one. A GPU counts with the memory that is free now, the CPU with the machine's
-        available memory over its ranks; of both ``MEMORY_SHARE``. Where a single node has ranks on
-        several hosts, all its links are counted as those between nodes.
+        available memory over its ranks; of both ``MEMORY_SHARE``. Nodes of GPUs count with the
+        memory that their hosts have available, of which each rank of a host has an equal part, and
+        ``MEMORY_SHARE`` of that. Where a single node has ranks on several hosts, all its links are
+        counted as those between nodes.
 
         Raises:
             RuntimeError: on every rank where one cannot tell its memory; on that one its error.
@@ -156,13 +208,15 @@ class Topology:
         problem = None
         try:
             hardware, free_bytes = _hardware_of(device)
+            host_bytes = available_host_bytes()
         except Exception as error:  # noqa: BLE001 - raised below, once all ranks know of it
-            problem, hardware, free_bytes = error, CPU, -1
+            problem, hardware, free_bytes, host_bytes = error, CPU, -1, 0
         host = hashlib.sha256(socket.gethostname().encode()).digest()
         mine = torch.tensor(
             [
                 int.from_bytes(host[:7], "big"),
                 free_bytes,
+                host_bytes,
                 int(hardware.memory_bandwidth),
                 int(hardware.intra_node_bandwidth),
                 int(hardware.inter_node_bandwidth),
@@ -183,18 +237,24 @@ class Topology:
                 f"ranks {silent} could not tell the memory of their devices, for the errors that "
                 "they raise; give the planner a topology"
             )
+        is_cpu = device.type == "cpu"
         hosts = [int(figures[0]) for figures in gathered]
         ranks_of_host = Counter(hosts)
         free = [
-            int(figures[1]) // (ranks_of_host[host] if device.type == "cpu" else 1)
+            int(figures[1]) // (ranks_of_host[host] if is_cpu else 1)
             for host, figures in zip(hosts, gathered, strict=True)
         ]
         figures = torch.stack(gathered)
-        memory, within, between, flops = figures[:, 2:6].amin(dim=0).tolist()
-        kernel_ns, exchange_ns, peer_ns = figures[:, 6:].amax(dim=0).tolist()
+        ranks_per_node = len(hosts) // num_nodes
+        # Each rank has an equal part of its host's memory.
+        of_rank = min(
+            int(of[2]) // ranks_of_host[host] for host, of in zip(hosts, gathered, strict=True)
+        )
+        memory, within, between, flops = figures[:, 3:7].amin(dim=0).tolist()
+        kernel_ns, exchange_ns, peer_ns = figures[:, 7:].amax(dim=0).tolist()
         return cls(
             num_nodes=num_nodes,
-            ranks_per_node=len(hosts) // num_nodes,
+            ranks_per_node=ranks_per_node,
             memory_bytes=int(min(free) * MEMORY_SHARE),
             memory_bandwidth=memory,
             intra_node_bandwidth=between if len(ranks_of_host) > num_nodes == 1 else within,
@@ -203,6 +263,8 @@ class Topology:
             exchange_seconds=exchange_ns * 1e-9,
             peer_seconds=peer_ns * 1e-9,
             flops=flops,
+            host=Host(memory_bytes=0 if is_cpu else int(of_rank * MEMORY_SHARE) * ranks_per_node),
+            devices_are_hosts=is_cpu,
         )
 
 
@@ -221,5 +283,10 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
+    return available_host_bytes()
+
+
+def available_host_bytes() -> int:
+    """The memory that programs of this host can still have."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024

@@ -1,0 +1,467 @@
+"""Plans with tables in the memory of hosts: what they cost, and which tables are placed there."""
+
+import collections
+import dataclasses
+import json
+import math
+import re
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from tests.support.planning import cost_model, make_topology, make_use
+from torchembed import Dynamic, optim
+from torchembed.ops.rowwise_update import UpdateRule
+from torchembed.sharding import (
+    CPU,
+    H200,
+    Host,
+    Placement,
+    Planner,
+    PlanReport,
+    ShardingPlan,
+    TableConstraint,
+    TableUse,
+    Topology,
+    make_plan,
+)
+from torchembed.sharding.planning.distinct_rows import expected_distinct, expected_misses
+from torchembed.sharding.planning.loads import Everywhere, Load
+from torchembed.sharding.planning.memory_budget import MemoryBudget, check_hosts, memory_budget
+from torchembed.sharding.planning.plan import place_table
+from torchembed.sharding.planning.plan_report import report_plan
+from torchembed.tables import HashFactory, HostMemory
+
+LINE = 16 * 4 * 2
+"""Bytes of a row of 16 columns with Adagrad's state."""
+
+
+def stored(num_rows: int, *features: str, storage: HostMemory | None, dim: int = 16) -> TableUse:
+    use = make_use(num_rows, dim, *features)
+    return dataclasses.replace(use, spec=dataclasses.replace(use.spec, storage=storage))
+
+
+def topology_of(num_nodes: int, ranks_per_node: int, memory_bytes: int, /, **host: Any) -> Topology:
+    topology = make_topology(num_nodes, ranks_per_node, memory_bytes)
+    return dataclasses.replace(topology, host=Host(**host))
+
+
+# How many rows of a batch a cache does not hold.
+
+
+@pytest.mark.parametrize("cached", [0, 100, 500, 999])
+def test_of_uniform_ids_the_share_that_is_not_cached_is_missing(cached: int) -> None:
+    touched = 1000 * -math.expm1(-300 / 1000)
+    missing = expected_misses(1000, ((300.0, 0.0),), cached)
+    assert missing == pytest.approx((1 - cached / 1000) * touched, rel=1e-9)
+    assert expected_misses(1000, ((300.0, 0.0),), 1000) == 0
+
+
+def test_skewed_ids_are_missing_as_in_a_cache_of_the_rows_used_last() -> None:
+    """Against such a cache; its mean over batches is within three in a hundred."""
+    num_rows, num_ids, num_cached, exponent = 5000, 200, 800, 1.1
+    rows = np.arange(1.0, num_rows + 2)
+    shares = np.diff((rows ** (1 - exponent) - 1) / (1 - exponent))
+    generator = np.random.default_rng(0)
+    cache: collections.OrderedDict[int, None] = collections.OrderedDict()
+    missing = []
+    for _ in range(600):
+        batch = np.unique(generator.choice(num_rows, num_ids, p=shares / shares.sum()))
+        missing.append(sum(row not in cache for row in batch.tolist()))
+        for row in batch.tolist():
+            cache[row] = None
+            cache.move_to_end(row)
+        while len(cache) > num_cached:
+            cache.popitem(last=False)
+    found = expected_misses(num_rows, ((float(num_ids), exponent),), num_cached)
+    assert np.mean(missing[100:]) == pytest.approx(found, rel=0.03)
+
+
+# What a placed table costs.
+
+
+def test_a_table_in_the_host_costs_its_cache_and_its_misses() -> None:
+    planner = Planner(batch_size=10)
+    use = stored(1000, "f", storage=HostMemory(cache_rows=100))
+    model = cost_model(planner, make_topology(1, 2))
+    plan = place_table("t", use.spec, Placement.TABLE_WISE, (1,))
+    assert plan.storage == HostMemory(cache_rows=100)
+    (load,), _ = model.table_loads(use, plan)
+    on_device = place_table("t", make_use(1000, 16, "f").spec, Placement.TABLE_WISE, (1,))
+    (without,), _ = model.table_loads(use, on_device)
+    assert without[Load.HELD] - load[Load.HELD] == pytest.approx(
+        1000 * LINE - (100 * (LINE + 18) + 4 * 1000)
+    )
+    assert load[Load.HOST] == 1000 * LINE
+    touched = 1000 * -math.expm1(-20 / 1000)
+    assert load[Load.FETCHED] == pytest.approx(0.9 * touched * LINE)
+    np.testing.assert_array_equal(load[: Load.HELD], without[: Load.HELD])
+
+
+@pytest.mark.parametrize("placement", ["row_wise", "column_wise"])
+def test_each_rank_caches_rows_of_its_part(placement: str) -> None:
+    """Ranks that divide rows miss those of theirs, and ranks that divide columns miss the same."""
+    planner = Planner(batch_size=10)
+    use = stored(1000, "f", storage=HostMemory(cache_rows=100))
+    model = cost_model(planner, make_topology(1, 2))
+    loads, _ = model.table_loads(use, place_table("t", use.spec, Placement(placement), (0, 1)))
+    touched = 1000 * -math.expm1(-20 / 1000)
+    for load in loads:
+        if placement == "row_wise":
+            assert load[Load.HOST] == 500 * LINE
+            assert load[Load.FETCHED] == pytest.approx(0.8 * touched / 2 * LINE)
+        else:
+            assert load[Load.HOST] == 1000 * LINE / 2
+            assert load[Load.FETCHED] == pytest.approx(0.9 * touched * LINE / 2)
+
+
+def test_time_on_links() -> None:
+    topology = topology_of(2, 2, 10**9, access_bandwidth=100.0)
+    model = cost_model(Planner(), topology)
+    loads = np.zeros((4, len(Load)))
+    loads[:, Load.FETCHED] = (200, 300, 0, 50)
+    assert model.fetch_seconds(loads).tolist() == [2, 3, 0, 0.5]
+    without = model.rank_seconds(np.zeros((4, len(Load))), Everywhere())
+    assert (model.rank_seconds(loads, Everywhere()) - without).tolist() == [2, 3, 0, 0.5]
+    assert model.holder_seconds(loads).tolist() == [2, 3, 0, 0.5]
+
+
+def test_the_rate_of_the_host() -> None:
+    def rate(ranks_per_node: int, **rates: float) -> float:
+        return topology_of(1, ranks_per_node, 1, **rates).host_bandwidth
+
+    assert [rate(n) for n in (1, 4, 8)] == [35e9, 35e9, 32e9]
+    assert rate(1, link_bandwidth=25e9) == 25e9
+    assert rate(2, node_bandwidth=60e9, access_bandwidth=50e9) == 30e9
+
+
+def test_on_cpus_rows_in_the_host_take_the_memory_of_ranks() -> None:
+    topology = dataclasses.replace(make_topology(1, 2), devices_are_hosts=True)
+    use = stored(1000, "f", storage=HostMemory(cache_rows=100))
+    model = cost_model(Planner(batch_size=10), topology)
+    plan = place_table("t", use.spec, Placement.TABLE_WISE, (0,))
+    (load,), _ = model.table_loads(use, plan)
+    assert load[Load.HOST] == 0
+    report = report_plan(ShardingPlan(num_ranks=2, tables=(plan,)), {"t": use}, model)
+    assert report.ranks[0].weight_bytes == 1000 * LINE + 100 * (LINE + 18) + 4000
+    assert Topology.of_hardware(CPU, ranks_per_node=1).devices_are_hosts
+
+
+# Plans as data and as text.
+
+sizes = st.integers(1, 10**12)
+storages = st.builds(HostMemory, cache_rows=sizes) | st.builds(HostMemory, cache_bytes=sizes)
+
+
+@hypothesis.given(storage=st.none() | storages)
+def test_storages_come_back_from_json(storage: HostMemory | None) -> None:
+    specs = {"t": stored(10, "f", storage=storage).spec, "u": make_use(5, 8, "g").spec}
+    plan = make_plan(specs, 2)
+    assert plan.table("t").storage == storage
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    data = json.loads(plan.to_json())
+    for table in data["tables"]:
+        assert (table["storage"] is None) == (storage is None or table["table"] == "u")
+        if table["storage"] is None:
+            del table["storage"]
+    assert ShardingPlan.from_json(json.dumps(data)) == plan
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (3, "storage must be an object or null, got 3"),
+        ({"cache_rows": 3}, "tier of storage must be 'host', got None"),
+        ({"tier": "host", "rows": 1, "cache_rows": 1}, r"storage has no \['rows'\]"),
+        ({"tier": "host", "cache_rows": 0}, "cache_rows must be positive, got 0"),
+    ],
+)
+def test_what_is_no_storage_is_refused(entries: Any, message: str) -> None:
+    data = json.loads(make_plan({"t": make_use(10, 8, "f").spec}, 1).to_json())
+    data["tables"][0]["storage"] = entries
+    with pytest.raises(ValueError, match=f"text must be a plan .*, but {message}"):
+        ShardingPlan.from_json(json.dumps(data))
+
+
+def test_plans_name_tiers() -> None:
+    storages = {
+        "a": None,
+        "b": HostMemory(cache_rows=1234),
+        "c": HostMemory(cache_bytes=2048),
+    }
+    specs = {name: stored(10, "f", storage=s).spec for name, s in storages.items()}
+    lines = str(make_plan(specs, 1)).splitlines()
+    assert [re.split(r"  +", line)[-1] for line in lines] == [
+        "storage",
+        "device",
+        "host, 1,234 rows cached",
+        "host, 2,048 bytes cached",
+    ]
+    assert "storage" not in str(make_plan({"a": specs["a"]}, 1))
+
+
+def test_a_plan_keeps_dynamic_tables_on_devices() -> None:
+    spec = dataclasses.replace(
+        stored(128, "f", storage=HostMemory(cache_rows=10)).spec, index=HashFactory(Dynamic())
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"^storage of table t must be None for a dynamic table, whose rows live on the dev",
+    ):
+        make_plan({"t": spec}, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"memory_bytes": -1}, "memory_bytes of a host must not be negative, got -1"),
+        ({"link_bandwidth": 0}, "link_bandwidth of a host must be positive, got 0"),
+    ],
+)
+def test_bad_hosts_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Host(**settings)
+
+
+# What a planner places where.
+
+
+def test_tables_keep_the_storage_of_their_configs() -> None:
+    """And their costs are reported: a cache of 100 of 1000 rows holds one in ten of uniform ids."""
+    tables = {
+        "host": stored(1000, "f", storage=HostMemory(cache_rows=100)),
+        "more": stored(1000, "g", storage=HostMemory(cache_bytes=250 * LINE)),
+        "device": make_use(10, 16, "h"),
+    }
+    planner = Planner(batch_size=20, placements=("table_wise",))
+    topology = topology_of(1, 1, 10**9, memory_bytes=10**9)
+    report = planner.plan(tables, topology)
+    assert [plan.storage for plan in report.plan.tables] == [
+        use.spec.storage for use in tables.values()
+    ]
+    assert [cost.hit_rate for cost in report.tables] == [
+        pytest.approx(0.1),
+        pytest.approx(0.25),
+        None,
+    ]
+    (rank,) = report.ranks
+    assert rank.host_bytes == 2000 * LINE
+    assert rank.weight_bytes == 350 * (LINE + 18) + 2000 * 4 + 10 * LINE
+    touched = 1000 * -math.expm1(-20 / 1000)
+    assert rank.fetch_seconds == pytest.approx((0.9 + 0.75) * touched * LINE / 35e9)
+    text = str(report)
+    assert "host, 100 rows cached     10.0%" in text
+    assert "host, 32,000 bytes cached     25.0%" in text
+    assert report_plan(report.plan, tables, cost_model(planner, topology)) == report
+
+
+def skewed() -> tuple[dict[str, TableUse], Planner]:
+    """Equal tables: one that is used most, one that is used less, one whose ids are few."""
+    tables = {name: make_use(100_000, 16, name) for name in ("most", "less", "skewed")}
+    planner = Planner(
+        batch_size=100,
+        hotness={"most": 40, "less": 2, "skewed": 40},
+        distinct_ids={"skewed": 60},
+        placements=("table_wise",),
+    )
+    return tables, planner
+
+
+def test_what_misses_least_goes_to_the_host() -> None:
+    tables, planner = skewed()
+    whole = 100_000 * LINE
+    topology = topology_of(1, 1, int(1.5 * whole), memory_bytes=3 * whole)
+    report = planner.plan(tables, topology)
+    on = {plan.table: plan.storage for plan in report.plan.tables}
+    assert on["most"] is None
+    for name in ("less", "skewed"):
+        storage = on[name]
+        assert isinstance(storage, HostMemory) and storage.cache_rows is not None
+        model = cost_model(planner, topology)
+        assert storage.cache_rows >= model.touched(tables[name], 2)
+    assert report.ranks[0].held_bytes <= topology.memory_bytes
+    # Of a table that all devices hold together nothing is taken from them.
+    roomy = planner.plan(tables, topology_of(1, 4, int(1.5 * whole), memory_bytes=3 * whole))
+    assert all(plan.storage is None for plan in roomy.plan.tables)
+
+
+def test_ranks_of_a_node_share_its_memory() -> None:
+    """What one host has room for once, its two ranks do not place there twice."""
+    tables = {
+        name: stored(100_000, name, storage=HostMemory(cache_rows=100)) for name in ("a", "b")
+    }
+    planner = Planner(batch_size=10, placements=("table_wise",))
+    whole = 100_000 * LINE
+    one_node = topology_of(1, 2, 10**9, memory_bytes=whole)
+    with pytest.raises(
+        ValueError, match=r"Node 0 would need 24\.41 MiB of the memory of its host, and has 12\.21"
+    ):
+        planner.plan(tables, one_node)
+    report = planner.plan(tables, topology_of(2, 1, 10**9, memory_bytes=whole))
+    assert sorted(plan.shards[0].rank for plan in report.plan.tables) == [0, 1]
+    enough = planner.plan(tables, topology_of(1, 2, 10**9, memory_bytes=2 * whole))
+    assert sum(rank.host_bytes for rank in enough.ranks) == 2 * whole
+
+
+def test_what_fits_nowhere_is_refused_with_all_sums() -> None:
+    tables = {"t": make_use(10**7, 16, "t")}
+    planner = Planner(batch_size=100)
+    topology = topology_of(1, 2, 10**8, memory_bytes=2 * 10**8)
+    with pytest.raises(ValueError, match="tables do not fit: in the best plan found") as error:
+        planner.plan(tables, topology)
+    assert (
+        "Node 0 would need 1.192 GiB of the memory of its host, and has 190.7 MiB. All devices "
+        "together have 190.7 MiB, all hosts 190.7 MiB. Rows and optimizer state of all tables take "
+        "1.192 GiB, 610.4 MiB of it state, on 2 rank(s); the heaviest: t (1.192 GiB). Use more"
+    ) in str(error.value)
+
+
+def test_constraints_keep_tables_on_devices() -> None:
+    tables, planner = skewed()
+    whole = 100_000 * LINE
+    topology = topology_of(1, 1, int(1.5 * whole), memory_bytes=3 * whole)
+    exact = place_table("less", tables["less"].spec, Placement.TABLE_WISE, (0,))
+    constrained = dataclasses.replace(planner, constraints={"less": TableConstraint(exact=exact)})
+    plan = constrained.plan(tables, topology).plan
+    assert plan.table("less") == exact
+    assert plan.table("most").storage is not None
+    in_host = dataclasses.replace(exact, storage=HostMemory(cache_rows=5000))
+    constrained = dataclasses.replace(planner, constraints={"less": TableConstraint(exact=in_host)})
+    assert constrained.plan(tables, topology).plan.table("less") == in_host
+
+
+tables_anywhere = st.lists(
+    st.builds(
+        lambda rows, dim, feature, storage: stored(rows, feature, storage=storage, dim=dim),
+        st.integers(1, 20_000),
+        st.sampled_from((4, 8, 24)),
+        st.sampled_from(("f0", "f1")),
+        st.none() | st.none() | st.builds(HostMemory, cache_rows=st.integers(1, 5000)),
+    ),
+    min_size=1,
+    max_size=5,
+).map(lambda uses: {f"t{number}": use for number, use in enumerate(uses)})
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    tables=tables_anywhere,
+    num_nodes=st.integers(1, 2),
+    ranks_per_node=st.integers(1, 3),
+    memory_bytes=st.sampled_from((10**5, 5 * 10**5, 10**7)),
+    host_bytes=st.sampled_from((0, 5 * 10**5, 10**7)),
+    distinct_ids=st.sampled_from((None, 10)),
+)
+def test_no_plan_takes_more_than_there_is(
+    tables: dict[str, TableUse],
+    num_nodes: int,
+    ranks_per_node: int,
+    memory_bytes: int,
+    host_bytes: int,
+    distinct_ids: int | None,
+) -> None:
+    topology = topology_of(num_nodes, ranks_per_node, memory_bytes, memory_bytes=host_bytes)
+    features = sorted({feature for use in tables.values() for feature in use.features})
+    planner = Planner(
+        batch_size=16,
+        optimizer=optim.RowwiseAdagrad,
+        distinct_ids={} if distinct_ids is None else dict.fromkeys(features, distinct_ids),
+    )
+    report: PlanReport | None = None
+    try:
+        report = planner.plan(tables, topology)
+    except ValueError as error:
+        assert str(error).startswith("tables do not fit: in the best plan found rank ")  # noqa: PT017
+    if report is None:
+        return
+    for node in range(num_nodes):
+        ranks = report.ranks[node * ranks_per_node : (node + 1) * ranks_per_node]
+        assert max(rank.held_bytes for rank in ranks) <= memory_bytes
+        assert sum(rank.host_bytes for rank in ranks) <= host_bytes
+    for plan in report.plan.tables:
+        configured = tables[plan.table].spec.storage
+        assert configured in (None, plan.storage)
+    assert ShardingPlan.from_json(report.plan.to_json()) == report.plan
+    assert planner.plan(tables, topology) == report
+
+
+def test_working_sets_of_two_batches_are_cached() -> None:
+    """Also where the devices have room for no more: fewer rows would be an error in a step."""
+    tables, planner = skewed()
+    topology = topology_of(1, 1, 10**7, memory_bytes=10**9)
+    report = planner.plan(tables, topology)
+    model = cost_model(planner, topology)
+    for plan in report.plan.tables:
+        storage = plan.storage
+        if storage is not None:
+            (feature,) = tables[plan.table].features
+            num_ids = 100 * planner.hotness[feature]
+            if feature != "skewed":
+                expected = expected_distinct(100_000, [(2 * num_ids, 0.0)])
+                assert model.touched(tables[plan.table], 2) == pytest.approx(expected)
+            assert storage.cache_rows is not None
+            assert storage.cache_rows >= model.touched(tables[plan.table], 2)
+
+
+def test_real_machines_have_hosts() -> None:
+    topology = Topology.of_hardware(H200, ranks_per_node=8, host=Host(memory_bytes=2 << 40))
+    assert topology.host.memory_bytes == 2 << 40
+    assert topology.host_bandwidth == 32e9
+    assert not topology.devices_are_hosts
+    assert Topology.of_hardware(H200, ranks_per_node=8).host.memory_bytes == 0
+
+
+# The memory that shard_embeddings checks.
+
+
+def budget_of(
+    use: TableUse, rank: int = 0, *, is_on_host: bool = False, free: int = 10**6
+) -> MemoryBudget:
+    plan = make_plan({"t": use.spec}, 2, {"t": "row_wise"})
+    budget = memory_budget(
+        plan,
+        {"t": use},
+        rank,
+        report=None,
+        rule=UpdateRule(kind=optim.Adagrad.kind),
+        dense_bytes=0,
+        free_bytes=10**9,
+        host_free_bytes=free,
+        is_on_host=is_on_host,
+    )
+    return dataclasses.replace(budget, host="h")
+
+
+def test_budgets_tell_devices_and_hosts_apart() -> None:
+    budget = budget_of(stored(1000, "f", storage=HostMemory(cache_bytes=100 * LINE + 7)))
+    assert budget.row_bytes == budget.state_bytes == 100 * LINE / 2
+    assert budget.index_bytes == 500 * 4 + 100 * 18
+    assert budget.host_bytes == 500 * LINE
+    assert str(budget).endswith("; and 62.5 KiB of its host")
+    budget = budget_of(stored(1000, "f", storage=HostMemory(cache_rows=10**6)))
+    assert budget.row_bytes == 500 * LINE / 2
+
+
+@pytest.mark.parametrize("is_on_host", [False, True])
+def test_ranks_of_a_host_need_its_memory_together(is_on_host: bool) -> None:
+    use = stored(1000, "f", storage=HostMemory(cache_rows=100))
+    needed = 2 * 500 * LINE
+    if is_on_host:
+        needed += 2 * (100 * (LINE + 18) + 500 * 4)
+    for free in (needed, needed - 1):
+        budgets = [budget_of(use, rank, is_on_host=is_on_host, free=free) for rank in (0, 1)]
+        if free == needed:
+            check_hosts(budgets)
+            continue
+        with pytest.raises(
+            ValueError,
+            match=r"^tables do not fit: ranks 0-1 will take .* KiB of the .* KiB free memory of "
+            r"their host\. Use more nodes, a 16-bit dtype",
+        ):
+            check_hosts(budgets)
+        check_hosts([budgets[0], dataclasses.replace(budgets[1], host="other")])
+        unknown = [dataclasses.replace(budget, host_free_bytes=None) for budget in budgets]
+        check_hosts(unknown)

@@ -1,0 +1,50 @@
+"""The error for tables that no plan found makes fit."""
+
+from torchembed.sharding.planning.plan_report import PlanReport, bytes_text
+
+NUM_HEAVIEST = 3
+"""Tables that the error names."""
+
+
+def refusal(report: PlanReport) -> str:
+    """What the best plan found lacks, and what would help."""
+    topology = report.topology
+    fullest = max(report.ranks, key=lambda rank: rank.held_bytes)
+    memory = topology.memory_bytes
+    heaviest = sorted(report.tables, key=lambda table: -table.weight_bytes)[:NUM_HEAVIEST]
+    whole = sum(table.weight_bytes for table in report.tables)
+    names = ", ".join(f"{table.table} ({bytes_text(table.weight_bytes)})" for table in heaviest)
+    state = sum(table.state_bytes for table in report.tables)
+    growth = ""
+    if fullest.growth_bytes:
+        growth = f" and {bytes_text(fullest.growth_bytes)} for rows that move as tables grow"
+    return (
+        f"tables do not fit: in the best plan found rank {fullest.rank} would need "
+        f"{bytes_text(fullest.held_bytes)}, {bytes_text(fullest.buffer_bytes)} of it for "
+        f"activations and exchange buffers{growth}, and has {bytes_text(memory)}."
+        f"{_of_hosts(report)} Rows and optimizer state of all tables take {bytes_text(whole)}, "
+        f"{bytes_text(state)} of it state, on {topology.num_ranks} rank(s); the heaviest: {names}. "
+        f"Use more ranks (at least {-(-whole // memory)} for rows and state alone), a 16-bit "
+        "dtype for the tables, an optimizer with less state such as RowwiseAdagrad, a smaller "
+        "batch_size, or fewer constraints"
+    )
+
+
+def _of_hosts(report: PlanReport) -> str:
+    """What the fullest node needs of its host's memory, and what all nodes have, where that counts
+    at all."""
+    topology, has = report.topology, report.topology.host.memory_bytes
+    per_node = topology.ranks_per_node
+    of_nodes = [
+        sum(rank.host_bytes for rank in report.ranks[first : first + per_node])
+        for first in range(0, topology.num_ranks, per_node)
+    ]
+    most = max(of_nodes)
+    if not has and not most:
+        return ""
+    devices = bytes_text(topology.num_ranks * topology.memory_bytes)
+    hosts = bytes_text(topology.num_nodes * has)
+    return (
+        f" Node {of_nodes.index(most)} would need {bytes_text(most)} of the memory of its host, "
+        f"and has {bytes_text(has)}. All devices together have {devices}, all hosts {hosts}."
+    )

@@ -1,0 +1,36 @@
+"""What tables in host memory take on the device and on the host."""
+
+from typing import NamedTuple
+
+from torchembed.tables import HostMemory
+
+ROW_NUMBER_BYTES = 4
+"""Memory of a cache, on the device, for each row that is stored: the number of its slot."""
+SLOT_BYTES = 18
+"""Memory of a cache for each of its slots, beside the row: which row it holds, and its use."""
+
+
+class HeldRows(NamedTuple):
+    """How many rows of a shard are where."""
+
+    on_device: int
+    in_host: int = 0
+    index_bytes: int = 0
+    """Memory on the device of what finds cached rows."""
+
+
+def held_rows(storage: HostMemory | None, num_rows: int, line_bytes: int) -> HeldRows:
+    """Where ``num_rows`` are, each of ``line_bytes`` with its optimizer state."""
+    if storage is None:
+        return HeldRows(num_rows)
+    cached = storage.cache_rows
+    if cached is None:
+        assert storage.cache_bytes is not None
+        cached = max(storage.cache_bytes // line_bytes, 1)
+    cached = min(cached, num_rows)
+    return HeldRows(cached, num_rows, index_bytes(cached, num_rows))
+
+
+def index_bytes(num_cached: int, num_rows: int) -> int:
+    """Bytes of what finds ``num_cached`` of ``num_rows``."""
+    return num_rows * ROW_NUMBER_BYTES + num_cached * SLOT_BYTES
