@@ -22,6 +22,7 @@ import torch
 # None makes an import fail, as where the module is not installed.
 sys.modules.update(dict.fromkeys({OPTIONAL!r}))
 import torchembed.doctor
+import torchembed.stores
 
 torchembed.doctor.picked_kernels()
 """

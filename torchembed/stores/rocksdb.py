@@ -27,6 +27,9 @@ class RocksDBStore:
     against checksums as they are read. After an error of the disk the store can still be read, and
     is written again once it was opened anew.
 
+    Besides its buffers (:class:`~torchembed.stores.RocksDBOptions`) a store takes memory in which
+    it finds where lines are, up to six bytes a row.
+
     Other threads of Python run while RocksDB reads, syncs, or takes no writes until it has moved
     lines to sorted files; not while it writes. A store is of the process that opened it: one that
     is forked from that can neither use it nor open others.

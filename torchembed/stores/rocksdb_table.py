@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -15,13 +15,18 @@ from torchembed.stores.interface import LineChunk
 from torchembed.stores.rocksdb_database import PREFIX_BYTES, Database, import_rocksdict, prefix
 from torchembed.stores.rocksdb_faults import faults_named
 
+if TYPE_CHECKING:
+    import rocksdict
+
 # Signed keys in ascending order are unsigned ones in ascending order of their bytes, with the sign
 # reversed.
 _SIGN = np.uint64(1 << 63)
 _KEY = np.dtype([("table", f">u{PREFIX_BYTES}"), ("key", ">u8")])
 
-# Lines are read in pieces of so many bytes, since a piece takes that three times over.
-_PIECE_BYTES = 16 << 20
+# Lines pass through objects of Python in pieces of so many bytes, which processors cache.
+_PIECE_BYTES = 1 << 19
+
+_KEYS_AT_ONCE = 1 << 14
 
 
 class RocksDBTable:
@@ -32,6 +37,7 @@ class RocksDBTable:
         self.line_bytes = line_bytes
         self._database = database
         self._number = number
+        self._piece_rows = max(1, _PIECE_BYTES // line_bytes)
 
     def read(self, keys: Tensor, lines: Tensor) -> Tensor:
         check_keys(keys)
@@ -41,9 +47,7 @@ class RocksDBTable:
         found = np.zeros(len(keys), dtype=np.bool_)
         # Neighbours are in the same blocks, which RocksDB then reads once: three times as fast.
         order = np.argsort(keys_array)
-        num_rows = max(1, _PIECE_BYTES // self.line_bytes)
-        for start in range(0, len(order), num_rows):
-            places = order[start : start + num_rows]
+        for places in self._pieces_of(order):
             with faults_named(self._database.folder):
                 values = cast("list[bytes | None]", rows.get(self._encoded(keys_array[places])))
             kept = [value for value in values if value is not None]
@@ -57,9 +61,14 @@ class RocksDBTable:
         check_write(keys, lines, self.line_bytes)
         # Stable, so that of lines under one key the last one is written last.
         order = np.argsort(keys.numpy(), kind="stable")
-        values = lines.numpy()[order].view(f"V{self.line_bytes}").ravel().tolist()
-        encoded = self._encoded(keys.numpy()[order])
-        self._database.write(lambda batch: _do_all(map(batch.put, encoded, values)))
+        keys_array, lines_array = keys.numpy(), lines.numpy()
+
+        def fill(batch: "rocksdict.WriteBatch") -> None:
+            for places in self._pieces_of(order):
+                values = lines_array[places].view(f"V{self.line_bytes}").ravel().tolist()
+                _do_all(map(batch.put, self._encoded(keys_array[places]), values))
+
+        self._database.write(fill)
 
     def delete(self, keys: Tensor) -> None:
         check_keys(keys)
@@ -73,41 +82,55 @@ class RocksDBTable:
         return self._read_chunks(max_rows)
 
     def num_rows(self) -> int:
-        return sum(len(keys) for keys in self._read_keys())
+        num_rows, begin = 0, self._first
+        while begin is not None:
+            keys, begin = self._next("keys", begin, _KEYS_AT_ONCE)
+            num_rows += len(keys)
+        return num_rows
 
     def _read_chunks(self, max_rows: int) -> Iterator[LineChunk]:
-        for items in self._pieces("items", max_rows):
-            keys, values = zip(*items, strict=True)
-            lines = self._joined(values).copy()
-            yield LineChunk(self._decoded(keys), torch.from_numpy(lines))
+        begin = self._first
+        while begin is not None:
+            keys, lines, num_left = [], [], max_rows
+            while num_left and begin is not None:
+                items, begin = self._next("items", begin, min(num_left, self._piece_rows))
+                keys += [key for key, _ in items]
+                lines.append(self._joined([line for _, line in items]))
+                num_left -= len(items)
+            if keys:
+                yield LineChunk(self._decoded(keys), torch.from_numpy(np.concatenate(lines)))
 
-    def _read_keys(self) -> Iterator[list[bytes]]:
-        return self._pieces("keys", 1 << 16)
+    @property
+    def _first(self) -> bytes | None:
+        """Where the table's keys begin in the database."""
+        return prefix(self._number)
 
-    def _pieces(self, kind: str, size: int) -> Iterator[list]:
-        """What the database's method ``kind`` iterates over of this table, ``size`` at a time.
+    def _next(self, kind: str, begin: bytes, size: int) -> tuple[list[Any], bytes | None]:
+        """Up to ``size`` of what the database's method ``kind`` iterates over from ``begin`` on.
 
-        An iterator lives for a piece alone: it keeps the database open, and old lines on disk.
+        No iterator lives longer, since it keeps the database open, and old lines on disk. The
+        second result is where to go on, None after the table's last key.
         """
-        begin, end = prefix(self._number), prefix(self._number + 1)
+        rows = self._database.rows
         bounds = import_rocksdict().ReadOptions()
-        bounds.set_iterate_upper_bound(end)
-        while True:
-            rows = self._database.rows
-            found = list(islice(getattr(rows, kind)(from_key=begin, read_opt=bounds), size))
-            if found:
-                last = found[-1][0] if kind == "items" else found[-1]
-                begin = last + b"\0"
-                yield found
-            if len(found) < size:
-                # Iterators end where they fail, and do not say so.
-                rest = rows.iter(bounds)
-                rest.seek(begin)
-                if not rest.valid():
-                    with faults_named(self._database.folder):
-                        rest.status()
-                    return
-                del rest
+        bounds.set_iterate_upper_bound(prefix(self._number + 1))
+        found = list(islice(getattr(rows, kind)(from_key=begin, read_opt=bounds), size))
+        if found:
+            last = found[-1][0] if kind == "items" else found[-1]
+            begin = last + b"\0"
+        if len(found) < size:
+            # Iterators end where they fail, and do not say so.
+            rest = rows.iter(bounds)
+            rest.seek(begin)
+            if not rest.valid():
+                with faults_named(self._database.folder):
+                    rest.status()
+                return found, None
+        return found, begin
+
+    def _pieces_of(self, order: np.ndarray) -> Iterator[np.ndarray]:
+        for start in range(0, len(order), self._piece_rows):
+            yield order[start : start + self._piece_rows]
 
     def _encoded(self, keys: np.ndarray) -> list[Any]:
         encoded = np.empty(len(keys), dtype=_KEY)
@@ -115,11 +138,11 @@ class RocksDBTable:
         encoded["key"] = keys.view(np.uint64) ^ _SIGN
         return encoded.view(f"V{_KEY.itemsize}").tolist()
 
-    def _decoded(self, keys: tuple[bytes, ...]) -> Tensor:
+    def _decoded(self, keys: list[bytes]) -> Tensor:
         encoded = np.frombuffer(b"".join(keys), dtype=_KEY)
         return torch.from_numpy((encoded["key"].astype(np.uint64) ^ _SIGN).view(np.int64))
 
-    def _joined(self, values: list[bytes] | tuple[bytes, ...]) -> np.ndarray:
+    def _joined(self, values: list[bytes]) -> np.ndarray:
         lengths = set(map(len, values))
         if lengths - {self.line_bytes}:
             raise CorruptStoreError(
