@@ -21,7 +21,7 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.types import CacheParams, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
@@ -270,8 +270,15 @@ def make_run(
     data_type: DataType = DataType.FP32,
     ids_dtype: torch.dtype = torch.int64,
     tables: Sequence[str] = tuple(TABLES),
+    kernels: Mapping[str, str] | None = None,
+    cache: CacheParams | None = None,
 ) -> Run:
-    """A model that begins alike whosever sharders it has."""
+    """A model that begins alike whosever sharders it has.
+
+    Args:
+        kernels: compute kernels of tables, by name; the plan's own for others.
+        cache: of the tables in ``kernels``.
+    """
     torch.manual_seed(7)
     kind = Sequences if is_sequence else Bags
     if for_pipeline:
@@ -291,11 +298,15 @@ def make_run(
         fused_params=dict(fused_params or {}),
         qcomm_codecs_registry=codecs,
     )
+    plan = plan_of(model.sparse, placements, device.type, tables)
+    for name, kernel in (kernels or {}).items():
+        plan.plan["sparse"][name].compute_kernel = kernel  # type: ignore[index]
+        plan.plan["sparse"][name].cache_params = cache  # type: ignore[index]
     sharded = DistributedModelParallel(
         model,
         env=env,
         device=device,
-        plan=plan_of(model.sparse, placements, device.type, tables),
+        plan=plan,
         sharders=[sharder],
         init_data_parallel=init_data_parallel,
     )

@@ -1,6 +1,7 @@
 """Sharders of TorchRec models over torchembed's tables, and a pipeline to train them.
 
-Plans, planners, metrics, optimizers and checkpoints stay TorchRec's.
+Plans, planners, metrics, optimizers and checkpoints stay TorchRec's. Once this is imported, its
+planners count what torchembed's tables take; what they say of others stays as it was.
 """
 
 # First, so that an unsupported version is named before something in it fails.
@@ -9,6 +10,8 @@ from torchembed.integrations.torchrec.configs import EmbeddingBagConfig, Embeddi
 from torchembed.integrations.torchrec.held_tables import DynamicTable, dynamic_tables
 from torchembed.integrations.torchrec.install import install, uninstall
 from torchembed.integrations.torchrec.pipeline.train_pipeline import TrainPipeline
+from torchembed.integrations.torchrec.planner.dynamic_planning import plan_dynamic_tables
+from torchembed.integrations.torchrec.planner.host_planning import plan_host_tables
 from torchembed.integrations.torchrec.sharded.sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
@@ -28,3 +31,6 @@ __all__ = [
     "install",
     "uninstall",
 ]
+
+plan_dynamic_tables()
+plan_host_tables()

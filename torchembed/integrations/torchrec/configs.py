@@ -31,10 +31,6 @@ def _check(config: "EmbeddingBagConfig | EmbeddingConfig") -> None:
                 f"TorchRec, got {config.dynamic.max_rows} and {config.dynamic.max_bytes}; leave "
                 "them out, and choose num_embeddings by the rows that there may be"
             )
-        # Here, since it imports what knows these configs.
-        from torchembed.integrations.torchrec.planner.dynamic_planning import plan_dynamic_tables
-
-        plan_dynamic_tables()
     elif config.initializer is not None:
         raise ValueError(
             f"initializer of table {config.name} must be None unless the table is dynamic; give "

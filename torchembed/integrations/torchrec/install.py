@@ -2,11 +2,12 @@
 changed line."""
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torchrec.distributed import sharding_plan
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ModuleSharder
 
@@ -54,9 +55,12 @@ def uninstall() -> None:
     _replaced.clear()
 
 
-def is_replaced(kind: type[ModuleSharder]) -> bool:
-    """True while sharders of ``kind`` shard as torchembed's do."""
-    return any(kind.shard is replaced.shard for replaced in _replaced)
+def shards_here(sharder: ModuleSharder[nn.Module]) -> TypeGuard[BaseEmbeddingSharder[nn.Module]]:
+    """True if ``sharder`` shards over torchembed's tables, also if it is TorchRec's own while ours
+    are installed."""
+    ours = sharders.EmbeddingBagCollectionSharder, sharders.EmbeddingCollectionSharder
+    kind = type(sharder)
+    return isinstance(sharder, ours) or any(kind.shard is known.shard for known in _replaced)
 
 
 def _replace(kind: type[ModuleSharder], ours: sharders.Shard) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchembed.core.versions import release_number
 
@@ -46,6 +46,9 @@ from torchrec.distributed.batched_embedding_kernel import (  # noqa: E402
 )
 from torchrec.distributed.dist_data import KJTAllToAll  # noqa: E402
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig  # noqa: E402
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator  # noqa: E402
+from torchrec.distributed.planner.types import ShardingOption  # noqa: E402
+from torchrec.distributed.planner.utils import sharder_name  # noqa: E402
 from torchrec.distributed.sharding.dp_sharding import BaseDpEmbeddingSharding  # noqa: E402
 from torchrec.distributed.sharding.rw_sharding import (  # noqa: E402
     BaseRwEmbeddingSharding,
@@ -56,7 +59,7 @@ from torchrec.distributed.sharding.twrw_sharding import (  # noqa: E402
     BaseTwRwEmbeddingSharding,
     TwRwSparseFeaturesDist,
 )
-from torchrec.distributed.types import ShardingEnv  # noqa: E402
+from torchrec.distributed.types import ModuleSharder, ShardingEnv  # noqa: E402
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig  # noqa: E402
 from torchrec.modules.embedding_modules import (  # noqa: E402
     EmbeddingBagCollection,
@@ -73,6 +76,7 @@ __all__ = [
     "grouped_configs",
     "lookup_arguments",
     "sent_configs",
+    "sharder_of",
     "unsupported_table_setting",
     "with_configs",
 ]
@@ -162,6 +166,11 @@ def sent_configs(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
     if isinstance(sharding, BaseRwEmbeddingSharding):
         return sharding._grouped_embedding_configs
     return grouped_configs([sharding])
+
+
+def sharder_of(enumerator: EmbeddingEnumerator, option: ShardingOption) -> ModuleSharder[nn.Module]:
+    """The sharder that ``enumerator``, which made ``option``, was given for its module."""
+    return enumerator._sharder_map[sharder_name(type(option.module[1]))]
 
 
 def unsupported_table_setting(config: BaseEmbeddingConfig) -> str | None:

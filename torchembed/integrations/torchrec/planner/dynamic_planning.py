@@ -9,7 +9,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ModuleSharder
 
-from torchembed.integrations.torchrec.install import is_replaced
+from torchembed.integrations.torchrec.install import shards_here
 from torchembed.integrations.torchrec.plans.dynamic_tables import (
     DynamicConfig,
     dynamic_configs,
@@ -17,13 +17,7 @@ from torchembed.integrations.torchrec.plans.dynamic_tables import (
     rounded_rows,
     unsupported_placement,
 )
-from torchembed.integrations.torchrec.sharded.sharders import (
-    EmbeddingBagCollectionSharder,
-    EmbeddingCollectionSharder,
-)
 from torchembed.tables import HashFactory
-
-_OURS = (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)
 
 Enumerate = Callable[..., list[ShardingOption]]
 """``EmbeddingEnumerator.enumerate``."""
@@ -79,7 +73,7 @@ def _check_sharders(
     by_type = {sharder.module_type: sharder for sharder in sharders}
     for option in options:
         sharder = by_type[type(option.module[1])]
-        if not isinstance(sharder, _OURS) and not is_replaced(type(sharder)):
+        if not shards_here(sharder):
             raise TypeError(
                 f"dynamic table {option.name} must be sharded by torchembed, got TorchRec's "
                 f"{type(sharder).__name__}; call torchembed.integrations.torchrec.install(), or "

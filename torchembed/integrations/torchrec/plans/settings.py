@@ -13,7 +13,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchembed.core.types import OptimizerKind
-from torchembed.integrations.torchrec.plans.dynamic_tables import PARAMETER
+from torchembed.integrations.torchrec.plans import dynamic_tables, host_memory
 from torchembed.integrations.torchrec.tables.fused_tables import UpdateSettings
 from torchembed.integrations.torchrec.versions import unsupported_table_setting
 from torchembed.ops.rowwise_update import UpdateRule
@@ -44,12 +44,12 @@ _USED = frozenset(
     (
         *("optimizer", "learning_rate", "eps", "beta1", "beta2", "weight_decay"),
         *("weight_decay_mode", "stochastic_rounding", "output_dtype", "bounds_check_mode"),
-        PARAMETER,
+        *(dynamic_tables.PARAMETER, host_memory.PARAMETER),
     )
 )
 _NOTHING_TO_DO = frozenset(
     (
-        # FBGEMM's caches: tables in device memory have none.
+        # FBGEMM's caches: tables in device memory have none, those in host memory are checked.
         *("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory"),
         *("cache_precision", "enforce_hbm", "prefetch_pipeline", "multipass_prefetch_config"),
         *("uvm_non_rowwise_momentum", "uvm_host_mapped", "gather_uvm_cache_stats"),
@@ -148,7 +148,11 @@ def unsupported_collection(
         return "it has no process group"
     if device is not None and device.type not in ("cpu", "cuda"):
         return f"it is on {device}"
-    kernels = {EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value}
+    kernels = {
+        EmbeddingComputeKernel.FUSED.value,
+        EmbeddingComputeKernel.DENSE.value,
+        *host_memory.IN_HOST_MEMORY,
+    }
     for name, sharding in params.items():
         if sharding.sharding_type not in SHARDING_TYPES:
             return f"table {name} is sharded {sharding.sharding_type}"
@@ -164,9 +168,12 @@ def unsupported_collection(
         setting = unsupported_table_setting(config)
         if setting is not None:
             return f"table {config.name} has {setting}"
+        fused_params = info.fused_params or {}
         reason = _unsupported_fused_params(
-            info.fused_params or {}, on_cpu=device is not None and device.type == "cpu"
+            fused_params, on_cpu=device is not None and device.type == "cpu"
         )
+        if reason is None and info.param_sharding.compute_kernel in host_memory.IN_HOST_MEMORY:
+            reason = host_memory.unsupported_cache(fused_params, config.data_type)
         if reason is not None:
             return f"table {config.name}: {reason}"
     return None

@@ -20,6 +20,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchembed.integrations.torchrec.plans.dynamic_tables import is_dynamic, note_settings
+from torchembed.integrations.torchrec.plans.host_memory import note_host_memory
 from torchembed.integrations.torchrec.plans.settings import output_dtype
 from torchembed.integrations.torchrec.sharded.hashed_ids import with_hashed_ids
 from torchembed.integrations.torchrec.sharded.index_state import IndexedTables, keep_in_state
@@ -57,7 +58,9 @@ class CollectionBase(ShardedEmbeddingModule[Any, Any, Any, Any]):
         cls, module: Any, *arguments: Any, **settings: Any
     ) -> dict[str, list[EmbeddingShardingInfo]]:
         infos = super().create_grouped_sharding_infos(module, *arguments, **settings)  # type: ignore[misc]
-        note_settings(itertools.chain(*infos.values()), module)
+        every_info = list(itertools.chain(*infos.values()))
+        note_settings(every_info, module)
+        note_host_memory(every_info)
         return infos
 
     def reset_parameters(self) -> None:

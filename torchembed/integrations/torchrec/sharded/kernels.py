@@ -1,8 +1,8 @@
 """TorchRec's four embedding kernels over torchembed's tables."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TypeAlias, TypedDict, cast
+from collections.abc import ItemsView, Mapping, Sequence, ValuesView
+from typing import Any, TypeAlias, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.core.types import Pooling
 from torchembed.integrations.torchrec.plans.dynamic_tables import dynamic_settings
+from torchembed.integrations.torchrec.plans.host_memory import (
+    in_host_memory,
+    load_factor,
+    shared_cache,
+)
 from torchembed.integrations.torchrec.plans.settings import output_dtype, update_settings
 from torchembed.integrations.torchrec.tables.dense_tables import DenseTables
 from torchembed.integrations.torchrec.tables.fused_tables import FusedTables
+from torchembed.integrations.torchrec.tables.host_tables import HostTables
 from torchembed.integrations.torchrec.versions import dense_parameters_by_table
-from torchembed.tables import IdShare, Table, TableSpec
+from torchembed.tables import HostMemory, IdShare, Table, TableSpec
 
 _POOLINGS = {
     PoolingMode.SUM: Pooling.SUM,
@@ -52,11 +58,16 @@ class _TableArguments(TypedDict):
 def _local_tables(config: GroupedEmbeddingConfig, dtype: torch.dtype) -> list[Table]:
     """This rank's shards of the tables of ``config``."""
     tables, dynamic = [], dynamic_settings(config)
-    for table in config.embedding_tables:
+    storages = _storages(config)
+    for table, storage in zip(config.embedding_tables, storages, strict=True):
         metadata: ShardMetadata | None = table.local_metadata
         row, column = (0, 0) if metadata is None else metadata.shard_offsets
         spec = TableSpec(
-            name=table.name, num_rows=table.num_embeddings, dim=table.embedding_dim, dtype=dtype
+            name=table.name,
+            num_rows=table.num_embeddings,
+            dim=table.embedding_dim,
+            dtype=dtype,
+            storage=storage,
         )
         if dynamic is not None:
             spec = dataclasses.replace(dynamic.specs[table.name], num_rows=table.num_embeddings)
@@ -76,6 +87,22 @@ def _local_tables(config: GroupedEmbeddingConfig, dtype: torch.dtype) -> list[Ta
     return tables
 
 
+def _storages(config: GroupedEmbeddingConfig) -> list[HostMemory | None]:
+    """Where the rows of each table of ``config`` live; equal for tables of one width, which share a
+    cache."""
+    tables = config.embedding_tables
+    if not in_host_memory(config):
+        return [None] * len(tables)
+    by_width: dict[int, HostMemory] = {}
+    for width in {table.local_cols for table in tables}:
+        members = [table for table in tables if table.local_cols == width]
+        by_width[width] = shared_cache(
+            [table.local_rows for table in members],
+            [load_factor(table.fused_params) for table in members],
+        )
+    return [by_width[table.local_cols] for table in tables]
+
+
 def _table_arguments(
     config: GroupedEmbeddingConfig, pooling: PoolingMode, feature_tables: Sequence[int]
 ) -> _TableArguments:
@@ -89,6 +116,26 @@ def _table_arguments(
     }
 
 
+class _StatesOfTable(dict[str, Any]):
+    """Names and tensors of a table's optimizer states, which are up to date when they are read."""
+
+    def __init__(self, states: Mapping[str, Any], tables: HostTables) -> None:
+        super().__init__(states)
+        self._tables = tables
+
+    def __getitem__(self, name: str) -> Any:
+        self._tables.flush()
+        return super().__getitem__(name)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        self._tables.flush()
+        return super().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        self._tables.flush()
+        return super().values()
+
+
 def _make_fused(
     kernel: "FusedBags | FusedSequences",
     pg: dist.ProcessGroup | None,
@@ -97,13 +144,17 @@ def _make_fused(
 ) -> None:
     """Finish a fused kernel's ``__init__``, where TorchRec's own would make FBGEMM's tables."""
     config = kernel.config
-    tables = FusedTables(
+    kind = HostTables if in_host_memory(config) else FusedTables
+    tables = kind(
         **_table_arguments(config, pooling, kernel._feature_table_map),
         device=device or torch.device("cpu"),
         settings=update_settings(config),
     )
     kernel._emb_module = tables  # type: ignore[assignment]
     kernel._optim = EmbeddingFusedOptimizer(config, tables, pg)  # type: ignore[arg-type]
+    if isinstance(tables, HostTables):
+        of_tables = kernel._optim.state.items()
+        kernel._optim.state = {table: _StatesOfTable(s, tables) for table, s in of_tables}
     kernel.init_parameters()
 
 

@@ -8,6 +8,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
@@ -22,7 +23,18 @@ from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import pooled_lookup
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.sequence_lookup import sequence_lookup
-from torchembed.tables import MissingVectors, Table, TableGroup
+from torchembed.tables import MissingVectors, Table
+
+
+class LookupSource(NamedTuple):
+    """The memory that a lookup in a group reads, and what takes the gradients."""
+
+    weight: Tensor
+    """``[n, D]``, as autograd is to see it."""
+    rows: Tensor
+    """``[L]``, of ``weight``; -1 for none."""
+    sink: GradientSink | None
+    """Takes the gradients of the rows looked up; None for ordinary gradients of ``weight``."""
 
 
 class BatchedTables(nn.Module):
@@ -30,7 +42,7 @@ class BatchedTables(nn.Module):
 
     Args:
         tables, feature_tables: see :class:`FlatTables`.
-        flat: memory of all rows; :class:`FlatTables` says in which order.
+        flat, device: see :class:`FlatTables`, which says in which order ``flat`` has the rows.
         pooling: None for a vector for each id.
         precision: FBGEMM's name for the dtype of the rows.
         output_dtype: dtype of the vectors.
@@ -45,13 +57,14 @@ class BatchedTables(nn.Module):
         tables: Sequence[Table],
         feature_tables: Sequence[int],
         flat: Tensor,
+        device: torch.device,
         pooling: Pooling | None,
         precision: SparseType,
         output_dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self._tables = list(tables)
-        self._flat = FlatTables(tables, feature_tables, flat.detach())
+        self._flat = FlatTables(tables, feature_tables, flat.detach(), device)
         self.groups = self._flat.groups
         self._pooling = pooling
         self._output_dtype = output_dtype
@@ -68,38 +81,30 @@ class BatchedTables(nn.Module):
         split: list[Tensor] = [torch.empty(0)] * len(self._tables)
         for group in self.groups:
             for table in group.tables:
-                split[self._tables.index(table)] = group.table_rows(group.weight, table)
+                split[self._tables.index(table)] = self._shown(
+                    group.table_rows(group.stored_weight, table)
+                )
         return split
 
-    def _look_up(
-        self,
-        weights: Sequence[Tensor],
-        sink_of: Callable[[TableGroup], GradientSink | None],
-        ids: Tensor,
-        offsets: Tensor,
-        per_id_weights: Tensor | None,
-    ) -> Tensor:
-        """Look up ``[B, sum of the features' columns]``, or ``[L, D]`` without pooling.
+    def _source(self, number: int, rows: Tensor) -> LookupSource:
+        """What a lookup of ``rows [L]`` of group ``number`` reads."""
+        raise NotImplementedError
 
-        Args:
-            weights: the rows of each group, as autograd is to see them.
-            sink_of: for a group, makes what takes the gradients of the rows looked up in it; None
-                for ordinary gradients.
-        """
+    def _look_up(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None) -> Tensor:
+        """Look up ``[B, sum of the features' columns]``, or ``[L, D]`` without pooling."""
         flat = self._flat
         num_features = flat.num_features
         batch_size = (offsets.numel() - 1) // num_features
         rows = self._rows(ids, offsets, batch_size)
-        missing: list[MissingVectors | None] = [None] * len(weights)
+        missing: list[MissingVectors | None] = [None] * len(self.groups)
         if self.dynamic_rows is not None:
             missing = self.dynamic_rows.missing(ids, offsets, batch_size, rows)
         if self._pooling is None:
-            (weight,), (group,) = weights, flat.groups
-            return self._with_missing(
-                functools.partial(sequence_lookup, weight, rows, sink=sink_of(group)),
-                sequence_lookup,
-                missing[0],
+            source, (missed,) = self._source(0, rows), missing
+            look_up = functools.partial(
+                sequence_lookup, source.weight, source.rows, sink=source.sink
             )
+            return self._with_missing(look_up, sequence_lookup, missed)
         pool = functools.partial(pooled_lookup, batch_size=batch_size, pooling=self._pooling)
         features = SparseFeatures(
             keys=tuple(map(str, range(num_features))),
@@ -109,10 +114,8 @@ class BatchedTables(nn.Module):
             weights=per_id_weights,
         )
         columns: list[Tensor] = [rows] * num_features
-        for weight, group, numbers, missed in zip(
-            weights, flat.groups, flat.features, missing, strict=True
-        ):
-            is_whole = len(weights) == 1
+        for group, (numbers, missed) in enumerate(zip(flat.features, missing, strict=True)):
+            is_whole = len(self.groups) == 1
             selected = features if is_whole else select_features(features, numbers)
             of_group = functools.partial(
                 pool,
@@ -123,7 +126,8 @@ class BatchedTables(nn.Module):
             if missed is not None and not is_whole:
                 of_missing = dataclasses.replace(features, values=missed.rows)
                 missed = missed._replace(rows=select_features(of_missing, numbers).values)
-            look_up = functools.partial(of_group, weight, selected.values, sink=sink_of(group))
+            source = self._source(group, selected.values)
+            look_up = functools.partial(of_group, source.weight, source.rows, sink=source.sink)
             pooled = self._with_missing(look_up, of_group, missed)
             if is_whole:
                 return pooled.flatten(1)
@@ -161,8 +165,13 @@ class BatchedTables(nn.Module):
             rows_dtype=flat.rows_dtype,
         ).rows
 
+    def _shown(self, stored: Tensor) -> Tensor:
+        """Rows or states where they are stored, as a tensor of the device that looks them up."""
+        return stored
+
     def flush(self) -> None:
-        """Do nothing, since no row is cached."""
+        """Bring rows and states that TorchRec sees up to date. Waits for a GPU where rows are
+        cached on it."""
 
     def reset_cache_states(self) -> None:
-        """Do nothing, since no row is cached."""
+        """Forget which rows are cached on the device, since others are to be loaded."""

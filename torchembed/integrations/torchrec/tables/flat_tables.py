@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchembed.tables import Table, TableGroup
+from torchembed.tables import Table, TableGroup, TieredGroup
 
 
 class FlatTables:
@@ -14,11 +14,16 @@ class FlatTables:
     Args:
         tables: this rank's tables, in TorchRec's order.
         feature_tables: for each feature, the index of its table.
-        flat: memory of all rows.
+        flat: memory of all rows, of the device or, where the tables live there, of the host.
+        device: that looks the rows up.
     """
 
     def __init__(
-        self, tables: Sequence[Table], feature_tables: Sequence[int], flat: Tensor
+        self,
+        tables: Sequence[Table],
+        feature_tables: Sequence[int],
+        flat: Tensor,
+        device: torch.device,
     ) -> None:
         self.groups: list[TableGroup] = []
         self.features: list[list[int]] = []
@@ -33,7 +38,11 @@ class FlatTables:
             numbers = [n for n, table in enumerate(tables) if table.num_columns == width]
             members = [tables[n] for n in numbers]
             end = begin + width * sum(table.num_rows for table in members)
-            group = TableGroup(members, flat[begin:end].view(-1, width))
+            rows = flat[begin:end].view(-1, width)
+            in_host_memory = members[0].spec.storage is not None
+            group = (
+                TieredGroup(members, rows, device) if in_host_memory else TableGroup(members, rows)
+            )
             for number, first_row in zip(numbers, group.first_rows, strict=False):
                 first_rows[number] = first_row
                 self.offsets[number] = begin + first_row * width
@@ -41,7 +50,6 @@ class FlatTables:
             self.features.append([f for f, table in enumerate(feature_tables) if table in numbers])
             self.spans.append((begin, end))
             begin = end
-        device = flat.device
         # Arguments of linearize_ids for each feature; FBGEMM's check of ids takes num_rows too.
         self.first_rows = torch.tensor([first_rows[t] for t in feature_tables], device=device)
         self.num_rows = torch.tensor([tables[t].num_rows for t in feature_tables], device=device)

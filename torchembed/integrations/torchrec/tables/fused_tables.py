@@ -15,11 +15,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from torch import Tensor
 
 from torchembed.core.types import OptimizerKind, Pooling
-from torchembed.integrations.torchrec.tables.batched_tables import BatchedTables
+from torchembed.integrations.torchrec.tables.batched_tables import BatchedTables, LookupSource
 from torchembed.integrations.torchrec.tables.hyper_parameters import HyperParameters
-from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.rowwise_update import RowGradients, UpdateRule, rowwise_update
-from torchembed.ops.segments import find_runs
+from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables import Table, TableGroup
 
 STATE_NAMES = {
@@ -54,6 +53,8 @@ class FusedTables(BatchedTables):
         iteration: the number of forwards so far, 0 where they are not counted.
     """
 
+    _location_on_gpus = EmbeddingLocation.DEVICE
+
     def __init__(
         self,
         tables: Sequence[Table],
@@ -65,8 +66,8 @@ class FusedTables(BatchedTables):
         settings: UpdateSettings,
     ) -> None:
         num_elements = sum(table.num_rows * table.num_columns for table in tables)
-        flat = torch.empty(num_elements, dtype=precision.as_dtype(), device=device)
-        super().__init__(tables, feature_tables, flat, pooling, precision, output_dtype)
+        flat = self._allocated(num_elements, precision.as_dtype(), device)
+        super().__init__(tables, feature_tables, flat, device, pooling, precision, output_dtype)
         self.hyper_parameters = HyperParameters(
             rule=settings.rule,
             learning_rate=settings.learning_rate,
@@ -77,9 +78,9 @@ class FusedTables(BatchedTables):
         self._bounds_check_warning = torch.zeros(1, dtype=torch.int64, device=device)
         self.counts = self.rounds or settings.rule.kind is OptimizerKind.ADAM
         self.iteration = 0
-        self.weights_dev = self.weights_host = flat
+        self.weights_dev = self.weights_host = self.weights_uvm = self._shown(flat)
         is_cpu = device.type == "cpu"
-        place = EmbeddingLocation.HOST if is_cpu else EmbeddingLocation.DEVICE
+        place = EmbeddingLocation.HOST if is_cpu else self._location_on_gpus
         compute = ComputeDevice.CPU if is_cpu else ComputeDevice.CUDA
         self.embedding_specs = [(t.num_rows, t.num_columns, place, compute) for t in tables]
         for group in self.groups:
@@ -87,6 +88,11 @@ class FusedTables(BatchedTables):
         # Autograd runs the lookup's backward only for a tensor that requires a gradient; the sink
         # takes the gradients, and the tensor itself gets none.
         self._differentiable = [group.weight.detach().requires_grad_() for group in self.groups]
+
+    @staticmethod
+    def _allocated(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialized memory of all rows."""
+        return torch.empty(num_elements, dtype=dtype, device=device)
 
     def forward(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None = None) -> Tensor:
         if self.bounds_check is not BoundsCheckMode.NONE and self.dynamic_rows is None:
@@ -102,15 +108,22 @@ class FusedTables(BatchedTables):
             )
         if self.counts:
             self.iteration += 1
-        return self._look_up(self._differentiable, self._sink_of, ids, offsets, per_id_weights)
+        return self._look_up(ids, offsets, per_id_weights)
 
-    def _sink_of(self, group: TableGroup) -> GradientSink:
-        """Make the sink that updates ``group`` as of this forward."""
-        return functools.partial(self._update, group, self.iteration)
+    def _source(self, number: int, rows: Tensor) -> LookupSource:
+        group = self.groups[number]
+
+        def update(iteration: int, rows: Tensor, gradients: RowGradients) -> None:
+            self._update(group, iteration, find_runs(rows, group.num_rows), gradients)
+
+        sink = functools.partial(update, self.iteration)
+        return LookupSource(self._differentiable[number], rows, sink)
 
     def _update(
-        self, group: TableGroup, iteration: int, rows: Tensor, gradients: RowGradients
+        self, group: TableGroup, iteration: int, runs: Runs, gradients: RowGradients
     ) -> None:
+        """Update the rows of ``group`` in ``weight`` that ``runs`` are of, as of the forward that
+        was the ``iteration``-th."""
         rule, step = self.hyper_parameters.rule, None
         if rule.kind is OptimizerKind.ADAM:
             # FBGEMM adds eps to the bias-corrected root, rowwise_update to the uncorrected one.
@@ -120,7 +133,7 @@ class FusedTables(BatchedTables):
         rowwise_update(
             group.weight,
             group.states,
-            find_runs(rows, group.num_rows),
+            runs,
             gradients,
             rule,
             self.hyper_parameters.learning_rate_tensor,
@@ -137,7 +150,8 @@ class FusedTables(BatchedTables):
         by_table: list[dict[str, Tensor]] = [{} for _ in self._tables]
         for group in self.groups:
             for table in group.tables:
-                states = (group.table_rows(state, table) for state in group.states)
+                rows = (group.table_rows(state, table) for state in group.stored_states)
+                states = map(self._shown, rows)
                 by_table[self._tables.index(table)] = dict(zip(names, states, strict=True))
         return by_table
 
