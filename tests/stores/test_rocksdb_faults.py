@@ -114,6 +114,18 @@ def check_chunks(chunks: Iterator[LineChunk]) -> None:
         assert torch.equal(numbers[:, 0, 0], versions_after(NUM_VERSIONS)[keys])
 
 
+def test_a_snapshot_of_a_snapshot_has_files_of_its_own(folder: Path) -> None:
+    with RocksDBStore(folder) as store:
+        first = store.snapshot()
+        second = first.snapshot()
+        first.close()
+        (left,) = (folder / "snapshots").iterdir()
+        assert list((left / "rows").glob("*.sst"))
+        assert torch.equal(versions(second), versions_after(NUM_VERSIONS))
+        second.close()
+    assert list((folder / "snapshots").iterdir()) == []
+
+
 @pytest.mark.parametrize("place", [0.01, 0.3, 0.7])
 def test_flipped_bits_of_lines_are_never_read(folder: Path, place: float) -> None:
     flip(largest(folder, "*.sst"), place)

@@ -76,6 +76,18 @@ def test_the_last_line_of_a_key_counts(store: RowStore) -> None:
     assert table.num_rows() == 2
 
 
+def test_keys_need_not_be_contiguous(store: RowStore) -> None:
+    table = store.table("t", LINE_BYTES)
+    keys = torch.arange(20).view(10, 2)[:, 1]
+    table.write(keys, lines_of(keys))
+    lines = torch.zeros(10, LINE_BYTES, dtype=torch.uint8)
+    assert table.read(keys, lines).all()
+    assert torch.equal(lines, lines_of(keys))
+    table.delete(keys[::2])
+    (chunk,) = table.chunks(20)
+    assert chunk.keys.tolist() == [3, 7, 11, 15, 19]
+
+
 def test_deleting_twice_and_what_is_not_there(store: RowStore) -> None:
     table = filled(store, KEYS)
     table.delete(torch.tensor([0, 0, 12345, -1]))

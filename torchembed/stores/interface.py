@@ -50,8 +50,7 @@ class RowTable(Protocol):
         """Write ``lines`` under ``keys``, in place of those that were there.
 
         Of a key that comes several times the last line counts. A call is done whole or not at all,
-        also where the process or the machine ends meanwhile. At most ``MAX_WRITE_BYTES`` bytes of
-        lines are written in one call.
+        also where the process or the machine ends meanwhile. It takes at most 1 GiB of lines.
         """
         ...
 

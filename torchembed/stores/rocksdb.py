@@ -12,7 +12,13 @@ from typing import Self
 from torchembed.stores.arguments import check_same_line, check_table
 from torchembed.stores.errors import StoreInUseError
 from torchembed.stores.folder_lock import FolderLock
-from torchembed.stores.rocksdb_database import ROWS, SNAPSHOTS, Database, import_rocksdict
+from torchembed.stores.rocksdb_database import (
+    ROWS,
+    SNAPSHOTS,
+    Database,
+    import_rocksdict,
+    sync_folder,
+)
 from torchembed.stores.rocksdb_options import RocksDBOptions
 from torchembed.stores.rocksdb_table import RocksDBTable
 
@@ -51,13 +57,18 @@ class RocksDBStore:
         folder = Path(path)
         _make_folder(folder)
         self._database = Database(folder, options or RocksDBOptions(), is_read_only=False)
-        _remove_old_snapshots(folder)
+        self._snapshots = folder / SNAPSHOTS
+        try:
+            _remove_old_snapshots(self._snapshots)
+        except BaseException:
+            self.close()
+            raise
 
     def table(self, name: str, line_bytes: int) -> RocksDBTable:
         check_table(name, line_bytes)
         database = self._database
         with database.lock:
-            _ = database.rows
+            database.check_open()
             if name not in database.records:
                 database.add_table(name, line_bytes)
             record = database.records[name]
@@ -66,25 +77,22 @@ class RocksDBStore:
 
     def tables(self) -> dict[str, int]:
         with self._database.lock:
-            _ = self._database.rows
+            self._database.check_open()
             return {name: record.line_bytes for name, record in self._database.records.items()}
 
     def sync(self) -> None:
-        if self._database.is_read_only:
-            _ = self._database.rows
-        else:
-            self._database.sync()
+        self._database.sync()
 
     def snapshot(self) -> "RocksDBStore":
         """A store of all tables as they are now, which cannot be written.
 
-        It has a folder of its own in this one, whose files are the same as this store's where these
-        do not change. The folder is removed when the snapshot is closed, or where the process ends
-        before that, when the store is opened again.
+        It has a folder of its own in the store's, whose files are the same as the store's where
+        these do not change. The folder is removed when the snapshot is closed, or, where the
+        process ends before that, when the store is opened again.
         """
-        snapshots = self._database.folder / SNAPSHOTS
-        snapshots.mkdir(exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=snapshots))
+        self._database.check_open()
+        self._snapshots.mkdir(exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=self._snapshots))
         try:
             self._database.link_to(folder / ROWS)
             return _Snapshot(folder, self._database.options)
@@ -110,12 +118,12 @@ class RocksDBStore:
         try:
             partial.chmod(self._database.folder.stat().st_mode)
             self._database.link_to(partial / ROWS)
-            _sync_folder(partial)
+            sync_folder(partial)
             partial.rename(path)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
     def close(self) -> None:
         self._database.close()
@@ -137,6 +145,8 @@ class _Snapshot(RocksDBStore):
 
     def __init__(self, folder: Path, options: RocksDBOptions) -> None:
         self._database = Database(folder, options, is_read_only=True)
+        # Snapshots of this one stand beside it, since its folder goes when it is closed.
+        self._snapshots = folder.parent
 
     def close(self) -> None:
         was_open = self._database.is_open
@@ -162,18 +172,10 @@ def _make_folder(path: Path) -> None:
         )
 
 
-def _remove_old_snapshots(folder: Path) -> None:
+def _remove_old_snapshots(snapshots: Path) -> None:
     """Remove the snapshots of processes that have ended."""
-    for snapshot in (folder / SNAPSHOTS).glob("*"):
+    for snapshot in snapshots.glob("*"):
         # One in use is of a store that was closed before it.
         with contextlib.suppress(StoreInUseError):
             FolderLock(snapshot).release()
             shutil.rmtree(snapshot, ignore_errors=True)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torchembed.stores.errors import CorruptStoreError, RowStoreError
 from torchembed.stores.folder_lock import LOCK_FILE, FolderLock
@@ -80,13 +80,8 @@ class Database:
         """Whether this process has the database open."""
         return self._db is not None and self._process == os.getpid()
 
-    @property
-    def rows(self) -> "rocksdict.Rdict":
-        """The database itself.
-
-        Raises:
-            RowStoreError: where it is closed, or another process opened it.
-        """
+    def check_open(self) -> None:
+        """Raise ``RowStoreError`` where the database is closed, or another process opened it."""
         if self._db is None:
             raise RowStoreError(f"the store in {self.folder} is closed; open it again")
         if self._process != os.getpid():
@@ -94,7 +89,12 @@ class Database:
                 f"the store in {self.folder} was opened by process {self._process}, of which this "
                 "one is a fork; use it there, or open it in this process alone"
             )
-        return self._db
+
+    @property
+    def rows(self) -> "rocksdict.Rdict":
+        """The database itself, unless :meth:`check_open` raises."""
+        self.check_open()
+        return cast("rocksdict.Rdict", self._db)
 
     @property
     def rows_to_write(self) -> "rocksdict.Rdict":
@@ -120,9 +120,11 @@ class Database:
             self.sync()
 
     def sync(self) -> None:
-        """Return when all that was written is on disk."""
-        with faults_named(self.folder):
-            self.rows_to_write.flush_wal(True)
+        """Return when all that was written is on disk, as a snapshot always is."""
+        rows = self.rows
+        if not self.is_read_only:
+            with faults_named(self.folder):
+                rows.flush_wal(True)
 
     def link_to(self, path: Path) -> None:
         """Make a copy of the database in a new folder, of hard links where that is possible."""
@@ -172,6 +174,15 @@ def prefix(number: int) -> bytes:
     return number.to_bytes(PREFIX_BYTES, "big")
 
 
+def sync_folder(path: Path) -> None:
+    """Return when the names in a folder are on disk."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 def import_rocksdict() -> ModuleType:
     """The package rocksdict, or an ``ImportError`` that says how to install it."""
     try:
@@ -216,6 +227,9 @@ def _make_where_missing(folder: Path, options: RocksDBOptions) -> None:
         db.put(prefix(0), json.dumps({"format": FORMAT}).encode())
         db.close()
     partial.rename(folder / ROWS)
+    # Or the machine could end with rows that are on disk in a folder that is not.
+    for changed in (folder, folder.resolve().parent):
+        sync_folder(changed)
 
 
 def _opened(

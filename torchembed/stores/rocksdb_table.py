@@ -77,8 +77,8 @@ class RocksDBTable:
 
     def chunks(self, max_rows: int) -> Iterator[LineChunk]:
         check_positive("max_rows", max_rows)
-        # A closed store raises here, and not where the first chunk is taken.
-        _ = self._database.rows
+        # Here, and not where the first chunk is taken.
+        self._database.check_open()
         return self._read_chunks(max_rows)
 
     def num_rows(self) -> int:
