@@ -166,7 +166,7 @@ def launch_initialize_rows(new: RowInitialization) -> None:
         return
     states = [state for state in (new.state0, new.state1) if state is not None]
     block = row_block(dim, new.weight.dtype, *(state.dtype for state in states))
-    with torch.cuda.device_of(new.weight):
+    with torch.cuda.device_of(new.rows):
         _initialize_rows_kernel[(min(cdiv(num_rows, block.rows), _MOST_PROGRAMS),)](
             new.weight,
             new.state0,

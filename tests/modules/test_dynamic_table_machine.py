@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 import torchembed
 from tests.support.dynamic_table_model import ModelledModule, admission_of
-from torchembed import LFU, LRU, CallerScores, Dynamic, EpochLFU
+from torchembed import LFU, LRU, CallerScores, Dynamic, EpochLFU, HostMemory
 
 SMALL = np.array([-(2**63), -(2**40), -1, *range(24), 2**31, 2**63 - 1])
 """The least and the greatest ids are among them, and those that others take for no id."""
@@ -54,6 +54,7 @@ class DynamicTableMachine(RuleBasedStateMachine):
         deletion_log=st.sampled_from([3, 1000]),
         missing=st.sampled_from(["zeros", "initial", (0.5, -2.0)]),
         optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+        storage=st.sampled_from([None, HostMemory(cache_rows=9)]),
         follows_always=st.booleans(),
     )
     def make(
@@ -64,6 +65,7 @@ class DynamicTableMachine(RuleBasedStateMachine):
         deletion_log: int,
         missing: str | tuple[float, ...],
         optimizer: str,
+        storage: HostMemory | None,
         follows_always: bool,
     ) -> None:
         self.follows_always = follows_always
@@ -77,7 +79,7 @@ class DynamicTableMachine(RuleBasedStateMachine):
             missing=missing,
         )
         make = OPTIMIZERS[optimizer]
-        self.model = ModelledModule(SMALL, capacity, dynamic, make, self.device)
+        self.model = ModelledModule(SMALL, capacity, dynamic, make, self.device, storage)
 
     @rule(a=PLACES, b=PLACES)
     def train(self, a: np.ndarray, b: np.ndarray) -> None:

@@ -1,6 +1,7 @@
 """Tables in host memory in train steps: whatever their cache holds, they train as on the device."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from tests.support.lanes import picked_kernel
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import step_by_hand
 from tests.support.tiny_training import assert_same_state, results_of, state_of
-from torchembed import HostMemory, SparseFeatures
+from torchembed import LFU, Dynamic, HashedRows, HostMemory, SparseFeatures
+from torchembed.core.random_bits import GOLDEN, signed64
 from torchembed.data import Batch
 from torchembed.ops.row_cache import CacheCounter
 from torchembed.optim import SGD, Adagrad, Adam, RowwiseAdagrad, split_parameters
@@ -33,7 +35,11 @@ class Ranker(nn.Module):
     """A logit from pooled vectors of two tables, one of which two features use."""
 
     def __init__(
-        self, storage: HostMemory | None, *, storage_of_b: HostMemory | None = None
+        self,
+        storage: HostMemory | None,
+        *,
+        storage_of_b: HostMemory | None = None,
+        dynamic: Dynamic | None = None,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -42,15 +48,17 @@ class Ranker(nn.Module):
             [
                 config(
                     name="a",
-                    num_embeddings=NUM_IDS,
+                    num_embeddings=NUM_IDS if dynamic is None else 20,
                     embedding_dim=4,
+                    dynamic=dynamic,
                     feature_names=("a", "c"),
                     storage=storage,
                 ),
                 config(
                     name="b",
-                    num_embeddings=NUM_IDS,
+                    num_embeddings=NUM_IDS if dynamic is None else 20,
                     embedding_dim=4,
+                    dynamic=dynamic,
                     feature_names=("b",),
                     storage=storage_of_b,
                 ),
@@ -156,6 +164,30 @@ def test_captured_steps_equal_those_on_the_device(
     if cache == "all":
         every = set().union(*map(rows_of, batches))
         assert counters[CacheCounter.READ_ROWS] == len(every)
+
+
+@pytest.mark.parametrize("is_taped", [False, True], ids=["called", "taped"])
+@pytest.mark.parametrize("form", ["fixed", "mixed"])
+def test_dynamic_tables_insert_and_evict_as_on_the_device(form: str, is_taped: bool) -> None:
+    """In a table of fewer rows than there are ids, and a cache of fewer than these."""
+    if is_taped and picked_kernel("claim_slots", "cpu") != "native":
+        pytest.skip("a tape refuses the reference of claim_slots, which is the host's own work")
+    batches = [
+        batch._replace(
+            sparse=dataclasses.replace(batch.sparse, values=batch.sparse.values * signed64(GOLDEN))
+        )
+        for batch in BATCHES[form]
+    ]
+    policies = Dynamic(eviction=LFU(), missing=HashedRows(5))
+    states = []
+    for storage in (None, HostMemory(cache_rows=largest_batch(BATCHES[form]))):
+        model = Ranker(storage, storage_of_b=storage, dynamic=policies)
+        with taped_captures() if is_taped else contextlib.nullcontext():
+            pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)
+            states.append((results_of(pipeline, batches), state_of(model)))
+    assert states[0][0] == states[1][0]
+    assert_same_state(model, states[0][1])
+    assert model.tables.statistics()["a"].evicted_full
 
 
 def test_a_loop_by_hand_equals_that_on_the_device() -> None:
@@ -268,15 +300,22 @@ def test_evaluation_reads_rows_wherever_they_are_and_moves_none() -> None:
     assert all(torch.equal(one, two) for one, two in pairs)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_modules_in_evaluation_mode_train_their_tables(is_frozen: bool) -> None:
-    """As tables on the device do; frozen ones never."""
+def test_refuses_a_backward_in_evaluation_mode() -> None:
+    model = Ranker(HostMemory(cache_rows=NUM_IDS))
+    held = optimizers_of(model)
+    model.tables.eval()
+    vectors = model.tables(BATCHES["fixed"][0].sparse).values()
+    with pytest.raises(RuntimeError, match="in training mode, got a backward of a lookup without"):
+        vectors.sum().backward()
+    del held
+
+
+def test_frozen_tables_stay_on_the_host() -> None:
     batches, states = BATCHES["fixed"], []
-    for storage in (None, HostMemory(cache_rows=largest_batch(batches))):
+    for storage in (None, HostMemory(cache_rows=1)):
         model = Ranker(storage)
         optimizers = optimizers_of(model)
-        model.tables.eval()
-        model.tables.embedding_bags["a"].weight.requires_grad_(not is_frozen)
+        model.tables.embedding_bags["a"].weight.requires_grad_(False)
         losses = [step_by_hand(model, LOSS, optimizers, batch).item() for batch in batches[:4]]
         states.append((losses, state_of(model)))
     assert states[0][0] == states[1][0]

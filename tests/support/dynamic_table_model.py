@@ -20,6 +20,7 @@ from torchembed import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EpochLFU,
+    HostMemory,
     MinimumCount,
     Missing,
     SnapshotDueError,
@@ -44,6 +45,7 @@ class ModelledModule:
         universe: all ids that come, int64, ascending.
         capacity: rows of each table.
         dynamic: the policies; ids that are too old go at once (``sweep_steps=1``).
+        storage: where rows live; None for the device.
         make_optimizer: SGD, whose rows are computed, or Adagrad, whose sums are.
     """
 
@@ -54,10 +56,11 @@ class ModelledModule:
         dynamic: Dynamic,
         make_optimizer: Callable[..., torchembed.optim.FusedOptimizer],
         device: torch.device,
+        storage: HostMemory | None = None,
     ) -> None:
         assert dynamic.sweep_steps == 1
         self.universe, self.dynamic, self.device = universe, dynamic, device
-        self._make_optimizer = make_optimizer
+        self._make_optimizer, self._storage = make_optimizer, storage
         self._is_sgd = make_optimizer is torchembed.optim.SGD
         threshold = dynamic.admission.threshold if dynamic.admission else 1
         initial = self._initial_rows()
@@ -68,12 +71,12 @@ class ModelledModule:
     def _begin(self, capacity: int) -> None:
         """Take a new module, without ids."""
         self.capacity = capacity
-        self.module, self.optimizer = self._made(capacity, self.dynamic)
+        self.module, self.optimizer = self._made(capacity, self.dynamic, self._storage)
         self.mark: DeltaMark | None = None
         self._log = self.dynamic.deletion_log * len(NAMES)
 
     def _made(
-        self, capacity: int, dynamic: Dynamic
+        self, capacity: int, dynamic: Dynamic, storage: HostMemory | None = None
     ) -> tuple[EmbeddingBagCollection, torchembed.optim.FusedOptimizer]:
         configs = [
             EmbeddingBagConfig(
@@ -83,6 +86,7 @@ class ModelledModule:
                 feature_names=(name,),
                 initializer=Normal(),
                 dynamic=dynamic,
+                storage=storage,
             )
             for name in NAMES
         ]
@@ -303,7 +307,8 @@ class ModelledModule:
         self._take_up(lambda: self._load_checkpoint(folder))
 
     def _load_checkpoint(self, folder: Path) -> None:
-        checkpoints = CheckpointFolder(folder)
+        # Of its own: after a move to another module the epoch may be less than at an earlier one.
+        checkpoints = CheckpointFolder(folder / str(self.num_operations))
         checkpoints.save(self.epoch, TrainingRun(model=self.module, optimizers=[self.optimizer]))
         self._begin(self.capacity)
         run = TrainingRun(model=self.module, optimizers=[self.optimizer])
@@ -361,12 +366,13 @@ class ModelledModule:
         places = self._places(contents["ids"][slots])
         assert len(np.unique(places)) == len(places)
         held.slots[places] = slots.cpu().numpy()
+        table.group.write_back()
         held.rows[places] = table.parameter.detach()[slots].cpu().numpy()
         held.touched[places] = contents["touched"][slots].cpu().numpy()
         scores = contents.get("scores", contents["touched"])
         held.scores[places] = scores[slots].cpu().numpy()
         if not self._is_sgd:
-            (sums,) = table.group.states
+            (sums,) = table.group.stored_states
             held.sums[places] = table.group.table_rows(sums, table)[slots].cpu().numpy()
         return held
 

@@ -136,10 +136,10 @@ def check_storage(name: str, storage: object, dynamic: Dynamic | None) -> None:
         raise TypeError(
             f"storage of {name} must be HostMemory(...) or None for the device, got {storage!r}"
         )
-    if storage is not None and dynamic is not None:
+    if storage is not None and dynamic is not None and dynamic.initial_capacity is not None:
         raise ValueError(
-            f"storage of {name} must be None for a dynamic table, whose rows live on the device, "
-            f"got {storage!r}"
+            f"initial_capacity of {name} must be None with a storage, got "
+            f"{dynamic.initial_capacity}: its cache is small, and its rows on the host do not grow"
         )
 
 

@@ -22,12 +22,7 @@ _skip: ContextVar[Tensor | None] = ContextVar("skip", default=None)
 def admits_in_forward(module: nn.Module) -> bool:
     """True where forward of ``module`` now gives rows to new ids of dynamic tables: in training,
     where gradients are computed, and not in a trial."""
-    return module.training and computes_gradients()
-
-
-def computes_gradients() -> bool:
-    """True where forward now may be followed by a backward and an update, and is no trial."""
-    return torch.is_grad_enabled() and not is_trial()
+    return module.training and torch.is_grad_enabled() and not is_trial()
 
 
 def is_trial() -> bool:

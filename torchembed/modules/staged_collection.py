@@ -17,11 +17,7 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
-from torchembed.modules.forward_admission import (
-    admission_in_forward,
-    admits_in_forward,
-    computes_gradients,
-)
+from torchembed.modules.forward_admission import admission_in_forward, admits_in_forward
 from torchembed.modules.lookup_stages import (
     Admitted,
     B,
@@ -263,15 +259,12 @@ class StagedCollection(TableModule, Generic[B, R, V]):
             reusable = next((r for r in known if not r.was_returned), known[0])
             return self._vectors_of(reusable)
         # What is only evaluated changes no table.
-        admits = self.admission_changes_tables and (
-            admits_in_forward(self) or (self.fetches_rows and computes_gradients())
-        )
-        if admits and self.training:
+        admits = admits_in_forward(self) and self.admission_changes_tables
+        if admits:
             self._grow_in_forward()
         ids = self._route(self._exchange_sizes(batch, ahead=False), None)
         if admits:
             admission = admission_in_forward(self._admission_group)
-            admission = admission._replace(inserts=self.training)
             ids = self._admit(ids, admission, finds_runs=False)
         return self._look_up(ids, ahead=False)
 

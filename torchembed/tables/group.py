@@ -222,9 +222,14 @@ class TableGroup:
             new.rows,
             new.ids,
             new.tables,
-            self._initial_values.get(None, self._find_initial_values),
+            self.initial_values,
             initial_state=self.initial_state,
         )
+
+    @property
+    def initial_values(self) -> InitialValues:
+        """What the values of new rows are functions of."""
+        return self._initial_values.get(None, self._find_initial_values)
 
     @torch.inference_mode(mode=False)
     def _find_initial_values(self) -> InitialValues:
@@ -232,7 +237,7 @@ class TableGroup:
             InitializedTable(t.spec.key, t.spec.initializer, t.spec.num_rows, t.first_column)
             for t in self.tables
         ]
-        return initial_values(tables, self.weight.device)
+        return initial_values(tables, self.device)
 
     @property
     def reads_missing(self) -> bool:
@@ -276,7 +281,7 @@ class TableGroup:
             [_columns_here(table) for table in self.tables],
             self.weight.shape[1],
             self.weight.dtype,
-            self._initial_values.get(None, self._find_initial_values),
+            self.initial_values,
         )
 
     @property

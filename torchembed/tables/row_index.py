@@ -47,7 +47,7 @@ class Admission(NamedTuple):
     included. Its rows stay in their places until :meth:`RowIndex.release` of this epoch or a later
     one. None in a forward that was not prepared ahead."""
     inserts: bool = True
-    """False in a module in evaluation mode, whose tables give no rows to new ids."""
+    """False in a module in evaluation mode, which changes no table and brings no rows anywhere."""
 
 
 class NewRows(NamedTuple):

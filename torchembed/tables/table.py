@@ -194,10 +194,13 @@ class Table:
     def fill_initial_rows(self) -> None:
         """Give every row the value that the table's initializer, seed and the row's id define."""
         if not self.parameter.is_meta:
+            row_ids = self.group.row_ids(self)
+            if isinstance(row_ids, Tensor):
+                row_ids = row_ids.to(self.parameter.device)
             self.spec.initializer.fill(
                 self.parameter.data,
                 self.spec.key,
-                self.group.row_ids(self),
+                row_ids,
                 self.first_column,
                 self.spec.num_rows,
             )

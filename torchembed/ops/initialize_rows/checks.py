@@ -38,12 +38,12 @@ def check_initialize_rows(new: RowInitialization) -> None:
     checks.check_dtype("parameters", new.parameters, (torch.float32,), "call .float()")
     checks.check_shape("parameters", new.parameters, (num_tables, 2), "two for each table")
     checks.check_contiguous("parameters", new.parameters)
+    for name, tensor in (("weight", weight), ("state0", new.state0), ("state1", new.state1)):
+        if tensor is not None:
+            checks.check_reachable(name, tensor, "rows", new.rows)
     checks.check_same_device(
-        "weight",
-        weight,
-        state0=new.state0,
-        state1=new.state1,
-        rows=new.rows,
+        "rows",
+        new.rows,
         ids=new.ids,
         tables=new.tables,
         num_new=new.num_new,

@@ -141,6 +141,8 @@ def _table_delta(table: Table, since: TableMark | None) -> tuple[TableDelta, Tab
     changed = export_keys(state, slots, slots.of(state.touched) >= since.epoch)
     num_changed = int(changed.num_keys)
     rows = changed.slots[:num_changed] - slots.first_slot
+    table.group.write_back()
+    rows = rows.to(table.parameter.device)
     gone = _gone(index, number, log.since(since.num_deletions, num_now))
     delta = TableDelta(
         ids=changed.keys[:num_changed].cpu(),

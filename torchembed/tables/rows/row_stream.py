@@ -80,7 +80,7 @@ def row_chunks(table: Table, max_bytes: int, *, with_states: bool = True) -> Ite
             continue
         rows, ids, scores, touched = held_ids(index, table, part)
         if len(rows):
-            places = rows - part.start
+            places = (rows - part.start).to(chunk.rows.device)
             states = {name: state[places] for name, state in chunk.states.items()}
             yield RowChunk(
                 ids.cpu(), chunk.rows[places], states, scores=scores.cpu(), touched=touched.cpu()
@@ -112,8 +112,11 @@ def write_rows(table: Table, chunk: RowChunk) -> int:
         if tuple(values.shape) != wanted:
             raise ValueError(f"{what} must have shape {wanted}, got {tuple(values.shape)}")
     if index is not None:
-        make_room(table, keys.to(table.parameter.device))
-        return _write_by_id(index, table, chunk, _moves(table, chunk))
+        make_room(table, keys.to(table.group.device))
+        table.group.write_back()
+        num_left_out = _write_by_id(index, table, chunk, _moves(table, chunk))
+        table.group.forget_cached()
+        return num_left_out
     table.group.write_back()
     span = _as_slice(keys)
     for values, tensor, _ in moves:
@@ -149,12 +152,13 @@ def _write_by_id(
     index: HashIndex, table: Table, chunk: RowChunk, moves: Sequence[tuple[Tensor, Tensor, str]]
 ) -> int:
     """:func:`write_rows` for a dynamic table; ``moves`` are values and where they go."""
-    device = table.parameter.device
+    device = table.group.device
     on_device = [None if t is None else t.to(device) for t in (chunk.scores, chunk.touched)]
     rows, num_left_out = place_ids(index, table, chunk.keys.to(device), *on_device)
     is_placed = rows >= 0
+    places, is_placed = rows[is_placed].to(table.parameter.device), is_placed.cpu()
     for values, tensor, _ in moves:
-        tensor[rows[is_placed]] = values.to(device, tensor.dtype)[is_placed]
+        tensor[places] = values[is_placed.to(values.device)].to(tensor.device, tensor.dtype)
     return num_left_out
 
 

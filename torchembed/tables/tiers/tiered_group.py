@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.row_caches import RowCache
+from torchembed.ops.initialize_rows import initialize_rows
 from torchembed.ops.row_cache import (
     claim_slots,
     dirty_moves,
@@ -21,10 +22,10 @@ from torchembed.ops.rowwise_update import RoundingKeys, UpdateRule
 from torchembed.ops.segments import Runs
 from torchembed.tables.admission_clock import AdmissionClock
 from torchembed.tables.group import ConvertedRows, TableGroup
-from torchembed.tables.row_index import Admission, SlotIndex
+from torchembed.tables.row_index import Admission, NewRows, SlotIndex
 from torchembed.tables.table import Table
 from torchembed.tables.tiers.host_memory import host_tensor
-from torchembed.tables.tiers.slot_keys import SlotKeys, all_moves
+from torchembed.tables.tiers.slot_keys import SlotKeys
 
 
 class FetchedRows(NamedTuple):
@@ -136,7 +137,9 @@ class TieredGroup(TableGroup):
         of_rows = super().rounding_keys
         if self._slot_keys is None:
             self._slot_keys = SlotKeys(self.weight.shape[0], self.device)
-            self._slot_keys.note(all_moves(self.cache.row_of_slot), of_rows)
+            rows = self.cache.row_of_slot
+            slots = torch.arange(rows.numel(), device=rows.device).masked_fill(rows < 0, -1)
+            self._slot_keys.note(slots, rows, of_rows)
         return self._slot_keys.for_updates(of_rows)
 
     def set_rule(self, rule: UpdateRule, initial_state: float) -> None:
@@ -194,8 +197,24 @@ class TieredGroup(TableGroup):
         is_valid: Tensor | None = None,
         admission: Admission | None = None,
     ) -> Tensor:
+        if self.index.changes_on_admission:
+            return super().admit(slots, features, rows, is_valid, admission)
         self.num_forward_admissions += admission is None or admission.epoch is None
         return rows
+
+    @torch.no_grad()
+    def initialize(self, new: NewRows) -> None:
+        slots = find_cached(self.cache.slot_of_row, new.rows)
+        super().initialize(new._replace(rows=slots))
+        initialize_rows(
+            self._stored[0],
+            self._stored_states,
+            torch.where(slots < 0, new.rows, -1),
+            new.ids,
+            new.tables,
+            self.initial_values,
+            initial_state=self.initial_state,
+        )
 
     @torch.no_grad()
     def fetch(self, runs: Runs, admission: Admission | None = None) -> FetchedRows | None:
@@ -209,15 +228,16 @@ class TieredGroup(TableGroup):
             admission: of the batch; None for one that is trained and was not prepared ahead.
 
         Returns:
-            None where no optimizer of torchembed's trains the tables, so that nothing was brought
-            in.
+            None where no optimizer of torchembed's trains the tables, or the module is in
+            evaluation mode, so that nothing was brought in.
 
         Raises:
             RuntimeError: where a weight was changed in place while the cache may hold other values.
         """
-        if self.rule is None or not self.tables[0].parameter.requires_grad:
-            return None
         admission = admission or Admission()
+        is_trained = self.rule is not None and self.tables[0].parameter.requires_grad
+        if not (is_trained and admission.inserts):
+            return None
         epoch = self.clock.admitted(admission).clone()
         refused, emptied = torch.zeros_like(epoch), self._num_emptied.clone()
         fetched = FetchedRows(runs.unique_rows, runs.num_runs, refused, epoch, emptied)
@@ -248,7 +268,8 @@ class TieredGroup(TableGroup):
         )
         move_rows(claim.moves, self._cached, self._stored)
         if self._slot_keys is not None:
-            self._slot_keys.note(claim.moves, super().rounding_keys)
+            slots = self.placed_rows(fetched.unique_rows)
+            self._slot_keys.note(slots, fetched.unique_rows, super().rounding_keys)
         return claim.num_refused
 
     def _check_unchanged(self) -> None:
