@@ -22,6 +22,7 @@ from torchembed.tables import (
     TableGrowth,
     TableSet,
     TableStatistics,
+    TieredGroup,
     check_at_least,
     check_own_rows,
     check_score,
@@ -94,6 +95,11 @@ class TableModule(nn.Module):
         once, and no other."""
         groups = self._table_set.current_groups()
         return any(group.changes_on_admission for group in groups)
+
+    @property
+    def fetches_rows(self) -> bool:
+        """True if rows of some table live outside the device, where training brings them."""
+        return any(isinstance(g, TieredGroup) for g in self._table_set.current_groups())
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -136,6 +136,12 @@ class StepProgram:
         return HostState(self.model, self.device, self.loss_fn)
 
     @functools.cached_property
+    def fetches_rows(self) -> bool:
+        """True if looking a batch up may bring rows to the device, which no other batch may do at
+        the same time."""
+        return any(m.fetches_rows for m in self.model.modules() if isinstance(m, TableModule))
+
+    @functools.cached_property
     def epochs(self) -> AdmissionEpochs | None:
         """Numbers the batches whose rows tables admit, for all engines, and keeps the rows of those
         under way in place; None where no table inserts or evicts rows."""
@@ -199,8 +205,10 @@ class ForwardBackwardUpdate:
         self._optimizers.zero_grad()
         with named_range("torchembed: forward"), self._id_checks() as checks:
             if batch.calls and prepare_next is not None:
-                # On several ranks its exchange of ids would delay this step's vectors.
-                prepare_next(None if program.group is None else streams.vectors)
+                # On several ranks its exchange of ids would delay this step's vectors; and where
+                # rows live outside the device, both may bring some there.
+                is_free = program.group is None and not program.fetches_rows
+                prepare_next(None if is_free else streams.vectors)
             with (
                 reusing(batch.calls, batch.lookups, batch.data) if batch.calls else _NOTHING,
                 self._skipped_forward(batch),

@@ -148,6 +148,8 @@ class JaggedEngine:
             # delay, and concurrently with its dense part.
             following = self._following(upcoming)
             if following is not None:
+                if self._program.fetches_rows and self._ids_stream is not None:
+                    self._ids_stream.wait_stream(torch.cuda.current_stream())
                 with named_range("torchembed: prepare"):
                     self._admitted(following)
             trained = self._eager.train(looked_up, prefetched)
