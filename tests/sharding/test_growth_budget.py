@@ -53,6 +53,14 @@ def test_a_lone_table_needs_its_half_beside_the_whole() -> None:
     assert less.growth_bytes == 4 * 4096 * (16 * 4 + 17 + 8)
 
 
+def test_16_bit_rows_take_keys_of_their_rounding() -> None:
+    use = growing(8 * 4096)
+    use = dataclasses.replace(use, spec=dataclasses.replace(use.spec, dtype=torch.bfloat16))
+    budget = budget_of({"t": use})
+    assert budget.index_bytes == 8 * 4096 * (17 + 16)
+    assert budget.growth_bytes == 4 * 4096 * (LINE - 2 * 16 + 16 + 8)
+
+
 def test_tables_that_have_all_rows_never_grow() -> None:
     for dynamic in (Dynamic(), Dynamic(initial_capacity=8 * 4096)):
         budget = budget_of({"t": growing(8 * 4096, dynamic=dynamic)})

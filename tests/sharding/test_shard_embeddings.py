@@ -25,6 +25,15 @@ MIXED = Case(
 )
 
 
+def one_table(num_rows: int, dim: int) -> nn.Module:
+    model = nn.Module()
+    config = torchembed.EmbeddingBagConfig(
+        name="t", num_embeddings=num_rows, embedding_dim=dim, feature_names=("f",)
+    )
+    model.tables = torchembed.EmbeddingBagCollection([config], device="meta")
+    return model
+
+
 def in_host(name: str, model: nn.Module) -> ShardingPlan:
     """A plan that places table ``name`` in host memory."""
     plan = make_plan(table_specs(model), 2)
@@ -47,11 +56,7 @@ def refusals() -> dict[str, str]:
     uneven = make_plan(larger, 2)
     on_meta = make_model(MIXED, "meta")
     on_meta.top = nn.Linear(2, 2, device="meta")
-    too_large = nn.Module()
-    config = torchembed.EmbeddingBagConfig(
-        name="t", num_embeddings=1 << 40, embedding_dim=128, feature_names=("f",)
-    )
-    too_large.tables = torchembed.EmbeddingBagCollection([config], device="meta")
+    too_large, wide = one_table(1 << 40, 128), one_table(1 << 20, 1 << 18)
     one_process = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("mesh", "node", "rank"))
     stored_model = make_model(dataclasses.replace(MIXED, stored=("a",)), "meta")
     bag = nn.Module()
@@ -68,6 +73,7 @@ def refusals() -> dict[str, str]:
         "meta": (on_meta, mesh),
         "another storage": (stored_model, mesh, in_host("tables.embedding_bags.a", stored_model)),
         "a single module": (bag, mesh, in_host("bag", bag)),
+        "host": (wide, mesh, in_host("tables.embedding_bags.t", wide)),
         "memory": (too_large, mesh, {"tables.embedding_bags.t": "table_wise"}),
     }
     messages = {}
@@ -234,6 +240,7 @@ def test_refusals() -> None:
             "HostMemory(cache_rows=48, cache_bytes=None), as its config says, got HostMemory(",
             "a single module": "plan's storage of table bag must be None, for a module of one "
             "table, got HostMemory(cache_rows=7, cache_bytes=None); take it out of the plan",
+            "host": "tables do not fit: ranks 0-1 will take 1 TiB of the ",
             "memory": "tables do not fit: rank 0 will take 512 TiB of",
         }
         assert messages.keys() == patterns.keys()

@@ -11,9 +11,17 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 
 from tests.support.planning import cost_model, make_topology, make_use
-from torchembed import Dynamic, optim
+from torchembed import (
+    Dynamic,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    SparseFeatures,
+    optim,
+)
+from torchembed.modules import table_uses
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import (
     CPU,
@@ -34,6 +42,7 @@ from torchembed.sharding.planning.memory_budget import MemoryBudget, check_hosts
 from torchembed.sharding.planning.plan import place_table
 from torchembed.sharding.planning.plan_report import report_plan
 from torchembed.tables import HashFactory, HostMemory
+from torchembed.tables.tiers import TieredGroup
 
 LINE = 16 * 4 * 2
 """Bytes of a row of 16 columns with Adagrad's state."""
@@ -288,6 +297,20 @@ def test_what_misses_least_goes_to_the_host() -> None:
     assert all(plan.storage is None for plan in roomy.plan.tables)
 
 
+def test_each_cache_has_kernels_of_its_own() -> None:
+    """Tables of one cache size share a group on a rank; of two sizes they do not."""
+    topology = dataclasses.replace(topology_of(1, 1, 10**9, memory_bytes=10**9), kernel_seconds=1.0)
+    seconds = []
+    for sizes in ((100, 100), (100, 101)):
+        tables = {
+            f"t{number}": stored(1000, "f", storage=HostMemory(cache_rows=size))
+            for number, size in enumerate(sizes)
+        }
+        (rank,) = Planner(batch_size=4).plan(tables, topology).ranks
+        seconds.append(round(rank.lookup_seconds + rank.update_seconds, 1))
+    assert seconds == [3.8, 7.6]
+
+
 def test_ranks_of_a_node_share_its_memory() -> None:
     """What one host has room for once, its two ranks do not place there twice."""
     tables = {
@@ -346,7 +369,7 @@ tables_anywhere = st.lists(
 ).map(lambda uses: {f"t{number}": use for number, use in enumerate(uses)})
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(
     tables=tables_anywhere,
     num_nodes=st.integers(1, 2),
@@ -443,6 +466,45 @@ def test_budgets_tell_devices_and_hosts_apart() -> None:
     assert str(budget).endswith("; and 62.5 KiB of its host")
     budget = budget_of(stored(1000, "f", storage=HostMemory(cache_rows=10**6)))
     assert budget.row_bytes == 500 * LINE / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_memory_that_a_table_takes(dtype: torch.dtype) -> None:
+    """Of real tables, but for what each group has once: a row that is none, counters, and the ends
+    of keys."""
+    storage = HostMemory(cache_rows=300)
+    config = EmbeddingBagConfig(
+        name="t",
+        num_embeddings=5000,
+        embedding_dim=16,
+        feature_names=("f",),
+        dtype=dtype,
+        storage=storage,
+    )
+    module = EmbeddingBagCollection([config])
+    optimizer = optim.Adagrad(module.parameters(), lr=0.1)
+    module(SparseFeatures.from_dict({"f": [list(range(200))]})).values().sum().backward()
+    optimizer.step()
+    (group,) = module.table_set.groups
+    assert isinstance(group, TieredGroup)
+    found = [group.weight, *group.states, *group.cache]
+    if group._slot_keys is not None:
+        found += vars(group._slot_keys).values()
+    use = table_uses(torch.nn.ModuleDict({"bags": module}))["bags.embedding_bags.t"]
+    budget = memory_budget(
+        make_plan({"t": use.spec}, 1),
+        {"t": use},
+        0,
+        report=None,
+        rule=UpdateRule(kind=optim.Adagrad.kind),
+        dense_bytes=0,
+        free_bytes=10**9,
+    )
+    assert (group._slot_keys is not None) == (dtype is torch.bfloat16)
+    taken = sum(tensor.nbytes for tensor in found)
+    assert 0 <= taken - budget.needed_bytes <= 512
+    held = [group.stored_weight, *group.stored_states]
+    assert budget.host_bytes == sum(tensor.nbytes for tensor in held)
 
 
 @pytest.mark.parametrize("is_on_host", [False, True])

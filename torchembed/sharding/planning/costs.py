@@ -115,7 +115,7 @@ class CostModel:
         it is dynamic, of their ids."""
         state = self.rule.state_bytes(num_rows, num_columns)
         rows = num_rows * num_columns * use.spec.dtype.itemsize
-        return rows + state + use.spec.index.bytes_for(num_rows)
+        return rows + state + use.index_bytes(num_rows)
 
     def line_bytes(self, use: TableUse, num_columns: int) -> int:
         """Bytes of ``num_columns`` of one row with their optimizer state."""
@@ -127,7 +127,7 @@ class CostModel:
         if storage is None:
             return self.weight_bytes(use, shard.num_rows, shard.num_columns)
         line_bytes = self.line_bytes(use, shard.num_columns)
-        held = held_rows(storage, shard.num_rows, line_bytes)
+        held = held_rows(storage, shard.num_rows, line_bytes, is_rounded=use.is_rounded)
         num_rows = held.on_device + (held.in_host if self.topology.devices_are_hosts else 0)
         return num_rows * line_bytes + held.index_bytes
 
@@ -139,7 +139,7 @@ class CostModel:
         if storage is None or self.topology.devices_are_hosts:
             return 0.0, 0.0
         line_bytes = self.line_bytes(use, shard.num_columns)
-        held = held_rows(storage, shard.num_rows, line_bytes)
+        held = held_rows(storage, shard.num_rows, line_bytes, is_rounded=use.is_rounded)
         missing = share * self.misses(use, held.on_device / share)
         return held.in_host * line_bytes, missing * line_bytes
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding.planning.plan import Shard
-from torchembed.sharding.planning.table_use import TableUse
+from torchembed.sharding.planning.table_use import ROUNDED_ID_BYTES, TableUse
 
 
 class MovedPart(NamedTuple):
@@ -34,6 +34,8 @@ def moved_parts(use: TableUse, shard: Shard, rule: UpdateRule | None) -> list[Mo
         return []
     state_bytes = 0 if rule is None else rule.state_bytes(1, shard.num_columns)
     row_bytes = shard.num_columns * spec.dtype.itemsize + state_bytes + spec.index.moved_row_bytes
+    if use.is_rounded:
+        row_bytes += ROUNDED_ID_BYTES
     added_rows = spec.index.added_rows(shard.num_rows, spec.num_rows)
     table_group = use.table_group(shard.num_columns)
     return [MovedPart(use.module, table_group, shard.num_rows, added_rows, row_bytes)]

@@ -127,14 +127,15 @@ def memory_budget(
     rule = rule if report is None else report.rule
     mine = [(table, s) for table in plan.tables for s in table.shards if s.rank == rank]
     for table, shard in mine:
-        spec = tables[table.table].spec
-        of_row = shard.num_columns * spec.dtype.itemsize
+        use = tables[table.table]
+        of_row = shard.num_columns * use.spec.dtype.itemsize
         of_state = 0 if rule is None else rule.state_bytes(1, shard.num_columns)
-        held = held_rows(table.storage, shard.num_rows, of_row + of_state)
+        line_bytes = of_row + of_state
+        held = held_rows(table.storage, shard.num_rows, line_bytes, is_rounded=use.is_rounded)
         row_bytes += held.on_device * of_row
         states += held.on_device * of_state
-        host_bytes += held.in_host * (of_row + of_state)
-        index_bytes += held.index_bytes + spec.index.bytes_for(shard.num_rows)
+        host_bytes += held.in_host * line_bytes
+        index_bytes += held.index_bytes + use.index_bytes(shard.num_rows)
     state_bytes = None if rule is None else states
     moved = [
         part for table, shard in mine for part in moved_parts(tables[table.table], shard, rule)

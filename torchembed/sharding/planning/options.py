@@ -193,7 +193,7 @@ def _part_loads(
 def _table_group(use: TableUse, plan: TablePlan) -> Hashable:
     if plan.placement is Placement.DATA_PARALLEL:
         return None
-    return use.table_group(plan.shards[0].num_columns)
+    return use.table_group(plan.shards[0].num_columns, plan.storage)
 
 
 def _moved(use: TableUse, model: CostModel, plan: TablePlan) -> tuple[MovedPart, ...]:

@@ -165,7 +165,7 @@ def report_plan(
         everywhere = everywhere.plus(of_all)
         if of_table.placement is not Placement.DATA_PARALLEL:
             for shard in of_table.shards:
-                groups[shard.rank].add(use.table_group(shard.num_columns))
+                groups[shard.rank].add(use.table_group(shard.num_columns, of_table.storage))
         for shard in of_table.shards:
             moved[shard.rank] += moved_parts(use, shard, model.rule)
         np.add.at(loads, members, shard_loads)
@@ -206,8 +206,8 @@ def _hit_rate(model: CostModel, use: TableUse, plan: TablePlan) -> float | None:
         return None
     shard = plan.shards[0]
     line_bytes = model.line_bytes(use, shard.num_columns)
-    cached = held_rows(plan.storage, shard.num_rows, line_bytes).on_device
-    return model.hit_rate(use, cached * _num_rows(plan) / shard.num_rows)
+    cached = held_rows(plan.storage, shard.num_rows, line_bytes, is_rounded=use.is_rounded)
+    return model.hit_rate(use, cached.on_device * _num_rows(plan) / shard.num_rows)
 
 
 def _num_rows(plan: TablePlan) -> int:

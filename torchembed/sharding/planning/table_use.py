@@ -5,7 +5,10 @@ from collections.abc import Hashable
 
 import torch
 
-from torchembed.tables import TableSpec
+from torchembed.tables import HostMemory, TableSpec
+
+ROUNDED_ID_BYTES = 16
+"""Memory of the keys of rounding for each row of a dynamic table: a key and an offset."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,18 @@ class TableUse:
     must_be_on_device: bool = False
     """True for a table that has no rows in host memory but by its own config."""
 
-    def table_group(self, num_columns: int) -> Hashable:
+    def table_group(self, num_columns: int, storage: HostMemory | None = None) -> Hashable:
         """Key that is equal for the shards which a rank looks up and updates in one call."""
-        return num_columns, self.spec.dtype, self.pooled, self.spec.index
+        return num_columns, self.spec.dtype, self.pooled, self.spec.index, storage
+
+    @property
+    def is_rounded(self) -> bool:
+        """True where updates round rows, by random numbers that follow from a key of each row."""
+        return self.spec.dtype.itemsize < 4
+
+    def index_bytes(self, num_rows: int) -> int:
+        """Bytes of what finds the rows of ids, and of the keys of rounding where those are kept:
+        they are where ids come in any order."""
+        takes_any_id = self.spec.index.takes_any_id
+        keys = ROUNDED_ID_BYTES * num_rows if self.is_rounded and takes_any_id else 0
+        return self.spec.index.bytes_for(num_rows) + keys

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchembed.sharding.planning.costs import CostModel
-from torchembed.sharding.planning.storage_costs import index_bytes
+from torchembed.sharding.planning.storage_costs import cache_index_bytes
 from torchembed.sharding.planning.table_use import TableUse
 
 _LEAST_BATCHES = 2
@@ -131,7 +131,8 @@ class TierChoice:
         while num_batches < _MOST_BATCHES:
             touched = self._model.touched(use, topology.num_ranks * num_batches)
             num_cached = math.ceil(touched + _DEVIATIONS * math.sqrt(touched))
-            on_device = num_cached * line_bytes + index_bytes(num_cached, num_rows)
+            on_device = num_cached * line_bytes
+            on_device += cache_index_bytes(num_cached, num_rows, is_rounded=use.is_rounded)
             if num_cached >= num_rows or on_device >= whole:
                 return
             of_next = self._model.touched(use, topology.num_ranks * (num_batches + 1)) - touched
