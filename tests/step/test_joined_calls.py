@@ -21,7 +21,7 @@ from tests.support.tolerance import assert_same_bits
 from torchembed.optim import SGD, Adagrad, Adam
 from torchembed.training import TrainPipeline
 
-NUM_MODULES, NUM_SAMPLES, NUM_ROWS, DIM, NUM_STEPS = 20, 6, 11, 4, 9
+NUM_MODULES, NUM_SAMPLES, NUM_ROWS, DIM, NUM_STEPS = 8, 6, 11, 4, 9
 Batch = dict[str, Any]
 ONE_LOOKUP = dict.fromkeys(
     ("linearize_ids", "locate_bad_id", "pooled_lookup_forward", "find_runs", "rowwise_update"), 1
