@@ -29,23 +29,6 @@ struct Entry {
   uint32_t position;
 };
 
-// [0, num_items) in num_parts equal parts. Both passes over a batch take the same parts, since the
-// positions that the second one writes to come from the counts of the first.
-struct Parts {
-  int64_t num_items;
-  int64_t num_parts;
-
-  int64_t begin(int64_t part) const { return num_items * part / num_parts; }
-
-  // Calls body(part, begin, end) in threads.
-  template <class Body>
-  void for_each(const Body& body) const {
-    torch::stable::parallel_for(0, num_parts, 1, [&](int64_t first, int64_t last) {
-      for (int64_t part = first; part < last; ++part) body(part, begin(part), begin(part + 1));
-    });
-  }
-};
-
 // One stable pass of a radix sort: writes read(0), read(1), ... to `to` in the order of the
 // digit_bits bits above `shift`. Each part counts its digits first; the sums over
 // lower digits, and over earlier parts of the same digit, are where its entries go. So the sort is

@@ -55,4 +55,21 @@ void for_equal_costs(int64_t num_items, int64_t grain, const CostBefore& cost_be
   });
 }
 
+// [0, num_items) in num_parts equal parts, for several passes over the same parts, where what one
+// pass counts says where the next one writes.
+struct Parts {
+  int64_t num_items;
+  int64_t num_parts;
+
+  int64_t begin(int64_t part) const { return num_items * part / num_parts; }
+
+  // Calls body(part, begin, end) in threads.
+  template <class Body>
+  void for_each(const Body& body) const {
+    torch::stable::parallel_for(0, num_parts, 1, [&](int64_t first, int64_t last) {
+      for (int64_t part = first; part < last; ++part) body(part, begin(part), begin(part + 1));
+    });
+  }
+};
+
 }  // namespace torchembed

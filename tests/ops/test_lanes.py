@@ -23,6 +23,10 @@ OPS_WITH_A_NATIVE_KERNEL = (
     "touch_slots",
     "insert_keys",
     "erase_keys",
+    "claim_slots",
+    "find_cached",
+    "move_rows",
+    "read_rows",
 )
 
 

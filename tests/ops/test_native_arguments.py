@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from tests.support import lanes, raw_calls, raw_hash_calls
+from tests.support import lanes, raw_cache_calls, raw_calls, raw_hash_calls
 from tests.support.native_library import native, raises_runtime_error
 from tests.support.raw_calls import IDS, OFFSETS, SPREAD, WEIGHT
 from torchembed import _native
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(lanes.is_interpreted(), reason="Triton's interpreter has the CPU here"),
 ]
 
-FITTING = raw_calls.FITTING | raw_hash_calls.FITTING
+FITTING = raw_calls.FITTING | raw_cache_calls.FITTING | raw_hash_calls.FITTING
 NO_IDS = IDS[:0]
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -140,6 +140,71 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"scores": IDS, "policy": 1},
     ),
     "too few counters": ("insert_keys", r"counters must hold 11 elements", {"counters": IDS}),
+    "rows beyond those stored": (
+        "claim_slots",
+        r"unique_rows must increase within \[0, 4\), got 4 at position 1; take them from find_runs",
+        {"unique_rows": torch.tensor([3, 4, -1])},
+    ),
+    "rows that do not increase": (
+        "claim_slots",
+        r"unique_rows must increase within \[0, 4\), got 3 at position 1",
+        {"unique_rows": torch.tensor([3, 3, -1])},
+    ),
+    "more distinct rows than ids": (
+        "claim_slots",
+        r"num_unique must lie in \[0, 4\), got 4; take it from find_runs",
+        {"num_unique": torch.tensor([4], dtype=torch.int32)},
+    ),
+    "a hand beyond the slots": (
+        "claim_slots",
+        r"hand must lie in \[0, 2\), got 2; make the cache by empty_row_cache",
+        {"hand": torch.tensor([2])},
+    ),
+    "a cache without slots": (
+        "claim_slots",
+        r"row_of_slot must hold at least one slot and fewer than 2\*\*31, got 0",
+        {"row_of_slot": NO_IDS},
+    ),
+    "more moves than there is room for": (
+        "move_rows",
+        r"count must lie in \[0, 3\), got 3 at position 0; take the moves from claim_slots",
+        {"count": torch.tensor([3])},
+    ),
+    "a slot beyond the cache": (
+        "move_rows",
+        r"slots must lie in \[0, 2\), got 2 at position 0",
+        {"slots": torch.tensor([2, -1], dtype=torch.int32)},
+    ),
+    "a row beyond those stored": (
+        "move_rows",
+        r"read_rows must lie in \[-1, 4\), got 4 at position 0",
+        {"read_rows": torch.tensor([4, -1])},
+    ),
+    "nothing to move": (
+        "move_rows",
+        r"cached and stored must hold as many tensors, at least one, got 2 and 1",
+        {"stored": [WEIGHT]},
+    ),
+    "tensors of other rows": (
+        "move_rows",
+        r"cached must have as many rows each, got 4 and 2",
+        {"cached": [torch.ones(2, 3), torch.ones(4)]},
+    ),
+    "rows of other widths": (
+        "move_rows",
+        r"stored must have rows of 12 bytes as cached has, got 8",
+        {"stored": [WEIGHT, torch.ones(4)]},
+    ),
+    "rows of a scalar": (
+        "move_rows",
+        r"stored must have at least one dimension, got a scalar",
+        {"stored": [torch.ones(()), torch.ones(4)]},
+    ),
+    "rows of more dimensions": (
+        "read_rows",
+        r"cached and stored must have 2 dimensions, got 2 and 1",
+        {"stored": torch.ones(4)},
+    ),
 }
 
 
@@ -258,5 +323,35 @@ def test_any_hash_tables_are_taken_or_refused(
     for name in raw_hash_calls.FITTING:
         fitting = FITTING[name]
         changes = {key: value for key, value in given.items() if key in fitting}
+        with contextlib.suppress(RuntimeError):
+            getattr(native, name)(**(fitting | changes))
+
+
+@hypothesis.given(
+    numbers=st.lists(ANY_NUMBER, min_size=6, max_size=6),
+    rows=st.lists(ANY_NUMBER, min_size=3, max_size=3),
+    epoch=ANY_NUMBER,
+)
+def test_any_row_caches_are_taken_or_refused(
+    numbers: list[int], rows: list[int], epoch: int
+) -> None:
+    given = {
+        "rows": torch.tensor(rows),
+        "unique_rows": torch.tensor(sorted(rows)),
+        "num_unique": torch.tensor([3], dtype=torch.int32),
+        "epoch": torch.tensor([epoch]),
+        "slot_of_row": torch.tensor(numbers[:4]).int(),
+        "row_of_slot": torch.tensor(numbers[4:]),
+        "hand": torch.tensor(numbers[:1]),
+        "slots": torch.tensor(rows),
+        "written_rows": torch.tensor(numbers[:2]),
+        "read_rows": torch.tensor(numbers[2:4]),
+        "count": torch.tensor(rows[:1]),
+    }
+    for name in raw_cache_calls.FITTING:
+        fitting = FITTING[name]
+        changes = {key: value for key, value in given.items() if key in fitting}
+        if name == "move_rows":
+            changes["slots"] = torch.tensor(numbers[4:]).int()
         with contextlib.suppress(RuntimeError):
             getattr(native, name)(**(fitting | changes))

@@ -32,6 +32,17 @@ def moves_of(moves: RowMoves) -> list[Move]:
     return list(zip(*columns, strict=True))
 
 
+def row_moves(device: torch.device, *given: tuple[int, int, int]) -> RowMoves:
+    """Moves of (slot, row written, row read), with a place behind them."""
+    slots, written, read = zip(*given, (-1, -1, -1), strict=True)
+    return RowMoves(
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        torch.tensor(written, device=device),
+        torch.tensor(read, device=device),
+        torch.tensor([len(given)], device=device),
+    )
+
+
 @dataclasses.dataclass
 class Slot:
     row: int = -1

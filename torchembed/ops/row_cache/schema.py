@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from torchembed import _native
 from torchembed.core.dispatch import define_op
 from torchembed.core.row_caches import ClaimResults, RowMove, SlotClaim, empty_claim
 from torchembed.ops.row_cache.checks import (
@@ -35,6 +36,8 @@ claim_slots_op = define_op(
     reference=claim_slots_reference,
     fake=_fake_claim,
     triton="torchembed.triton_kernels.claim_slots:launch_claim_slots",
+    native=_native.native_op("claim_slots"),
+    native_missing=_native.missing_reason(),
     check=check_claim_slots,
     check_contents=check_claim_slots_contents,
     record=SlotClaim,
@@ -51,6 +54,8 @@ move_rows_op = define_op(
     reference=move_rows_reference,
     fake=_fake_move,
     triton="torchembed.triton_kernels.move_rows:launch_move_rows",
+    native=_native.native_op("move_rows"),
+    native_missing=_native.missing_reason(),
     check=check_move_rows,
     check_contents=check_move_rows_contents,
     record=RowMove,
@@ -66,6 +71,8 @@ find_cached_op = define_op(
     reference=find_cached_reference,
     fake=_fake_find,
     triton="torchembed.triton_kernels.find_cached:launch_find_cached",
+    native=_native.native_op("find_cached"),
+    native_missing=_native.missing_reason(),
     check=check_find_cached,
     check_contents=check_find_cached_contents,
 )
@@ -80,6 +87,8 @@ read_rows_op = define_op(
     reference=read_rows_reference,
     fake=_fake_read,
     triton="torchembed.triton_kernels.move_rows:launch_read_rows",
+    native=_native.native_op("read_rows"),
+    native_missing=_native.missing_reason(),
     check=check_read_rows,
     check_contents=check_read_rows_contents,
 )
