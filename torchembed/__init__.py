@@ -19,6 +19,7 @@ from torchembed.modules import (
 from torchembed.tables import (
     LFU,
     LRU,
+    CacheStatistics,
     CallerScores,
     Chance,
     Constant,
@@ -49,6 +50,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LFU",
     "LRU",
+    "CacheStatistics",
     "CallerScores",
     "Chance",
     "Constant",

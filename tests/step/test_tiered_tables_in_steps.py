@@ -19,7 +19,6 @@ from tests.support.tiny_training import assert_same_state, results_of, state_of
 from torchembed import LFU, Dynamic, HashedRows, HostMemory, SparseFeatures
 from torchembed.core.random_bits import GOLDEN, signed64
 from torchembed.data import Batch
-from torchembed.ops.row_cache import CacheCounter
 from torchembed.optim import SGD, Adagrad, Adam, RowwiseAdagrad, split_parameters
 from torchembed.tables import TieredGroup
 from torchembed.training import TrainPipeline
@@ -158,12 +157,11 @@ def test_captured_steps_equal_those_on_the_device(
         pipeline = TrainPipeline(model, LOSS, optimizers_of(model, kind), device=CPU, capture=True)
         assert results_of(pipeline, batches) == losses
     assert_same_state(model, state_of(expected))
-    counters = group_of(model).cache.counters
-    refused = int(counters[CacheCounter.REFUSED_BATCHES])
-    assert (refused > 0) == (cache == "one batch")
+    counts = model.tables.cache_statistics()[("a",)]
+    assert (counts.batches_fetched_late > 0) == (cache == "one batch")
     if cache == "all":
         every = set().union(*map(rows_of, batches))
-        assert counters[CacheCounter.READ_ROWS] == len(every)
+        assert counts.rows_read == len(every)
 
 
 @pytest.mark.parametrize("is_taped", [False, True], ids=["called", "taped"])
@@ -195,7 +193,7 @@ def test_a_loop_by_hand_equals_that_on_the_device() -> None:
     expected, model = Ranker(None), Ranker(HostMemory(cache_rows=largest_batch(batches)))
     assert by_hand(model, batches) == by_hand(expected, batches)
     assert_same_state(model, state_of(expected))
-    assert not group_of(model).cache.counters[CacheCounter.REFUSED_BATCHES]
+    assert not model.tables.cache_statistics()[("a",)].batches_fetched_late
 
 
 @pytest.mark.parametrize("is_pipeline", [False, True], ids=["by hand", "pipeline"])

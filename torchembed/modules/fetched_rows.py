@@ -1,5 +1,6 @@
 """Rows of a batch that are brought to the device, and the error for those that find no place."""
 
+import torch
 from torch import Tensor
 
 from torchembed.modules.bad_ids import BadIdReport
@@ -39,6 +40,12 @@ def fetch_refused(group: TieredGroup, fetched: FetchedRows, report: BadIdReport)
         RuntimeError: as ``report`` does, where they find no place now.
     """
     _submit(group, group.fetch_refused(fetched), report)
+
+
+def submit_nothing_refused(device: torch.device, report: BadIdReport) -> None:
+    """Submit a check of fetched rows that passes."""
+    one = torch.ones(1, dtype=torch.int64, device=device)
+    report.submit(one, one, None, lambda *_: "", RuntimeError)
 
 
 def _submit(group: TieredGroup, num_refused: Tensor, report: BadIdReport) -> None:

@@ -1,4 +1,4 @@
-"""Names for the dynamic tables of a whole model, and their statistics."""
+"""Names for the dynamic tables and the caches of a whole model, and their statistics."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -9,7 +9,13 @@ from torch import nn
 
 from torchembed.modules.calls_ahead import ModuleOfOneTable
 from torchembed.modules.table_module import TableModule
-from torchembed.tables import CountedTables, StatisticsReading, Table
+from torchembed.tables import (
+    CacheStatisticsReading,
+    CountedCaches,
+    CountedTables,
+    StatisticsReading,
+    Table,
+)
 
 
 class _Found(NamedTuple):
@@ -45,10 +51,40 @@ def dynamic_tables(model: nn.Module) -> list[CountedTables]:
     return [CountedTables(tables, *place) for place, tables in together.items()]
 
 
-def begin_statistics(model: nn.Module) -> StatisticsReading:
-    """Begin to read the statistics of the dynamic tables of ``model``, those of whole tables where
-    ranks share them.
+def caches(model: nn.Module) -> list[CountedCaches[str]]:
+    """The caches of tables of ``model`` in host memory: those of a module, on all ranks that share
+    its tables, together under its name in the model, as ``users.cache``."""
+    counted = [
+        module.counted_caches(f"{path}.cache".strip("."))
+        for path, module in model.named_modules()
+        if isinstance(module, TableModule)
+    ]
+    return [one for one in counted if one.caches]
 
-    Collective over these ranks; does not wait for a GPU.
+
+class ModelStatistics:
+    """A copy of the counters of a model's dynamic tables and caches to the host, which was begun on
+    the current stream.
+
+    Collective over the ranks that share tables; waits for no GPU.
     """
-    return StatisticsReading(dynamic_tables(model))
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = StatisticsReading(dynamic_tables(model))
+        self._caches = CacheStatisticsReading(caches(model))
+
+    def scalars(self) -> dict[str, float]:
+        """What was counted by the names that metrics give it, as ``item/size`` of table ``item``
+        and ``users.cache/hit_rate``; waits for the copy."""
+        found = {**self._tables.result(), **self._caches.result()}
+        return {
+            f"{name}/{figure}": value
+            for name, statistics in found.items()
+            for figure, value in statistics.scalars().items()
+        }
+
+
+def shares_statistics(model: nn.Module) -> bool:
+    """True if to read the statistics of ``model`` is collective."""
+    counted = [*dynamic_tables(model), *caches(model)]
+    return any(one.group is not None for one in counted)

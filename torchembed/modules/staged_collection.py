@@ -182,6 +182,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         vectors, and so does its backward.
         """
         self._fetch_refused(admitted.rows)
+        self._submit_fetch()
         vectors = self._look_up(admitted.rows, ahead=True)
         ready = None
         if self.device.type == "cuda":
@@ -266,6 +267,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         if admits:
             admission = admission_in_forward(self._admission_group)
             ids = self._admit(ids, admission, finds_runs=False)
+            self._submit_fetch()
         return self._look_up(ids, ahead=False)
 
     @property
@@ -315,6 +317,10 @@ class StagedCollection(TableModule, Generic[B, R, V]):
 
     def _fetch_refused(self, rows: R) -> None:
         """Bring rows to the device that were refused when they were admitted."""
+
+    def _submit_fetch(self) -> None:
+        """Submit a check that passes, where other ranks may have one of rows that they fetched: the
+        ranks reduce their checks together."""
 
     def _look_up(self, rows: R, *, ahead: bool) -> V:
         """The vectors of ``rows``; ``ahead`` of forward, maybe concurrently with it."""

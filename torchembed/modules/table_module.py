@@ -10,7 +10,10 @@ from torchembed.core.types import OnBadId
 from torchembed.modules.index_in_state_dict import IndexInStateDict
 from torchembed.ops.hash_table import int64_keys
 from torchembed.tables import (
+    CacheStatistics,
+    CacheStatisticsReader,
     ConvertedRows,
+    CountedCaches,
     CountedTables,
     Delta,
     DeltaMark,
@@ -72,6 +75,7 @@ class TableModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._statistics, self._growth = StatisticsReader(), TableGrowth()
+        self._cache_statistics = CacheStatisticsReader()
         self.register_load_state_dict_post_hook(_restore_after_load)
 
     def _hold(
@@ -99,7 +103,11 @@ class TableModule(nn.Module):
     @property
     def fetches_rows(self) -> bool:
         """True if rows of some table live outside the device, where training brings them."""
-        return any(isinstance(g, TieredGroup) for g in self._table_set.current_groups())
+        return bool(self.tiered_groups())
+
+    def tiered_groups(self) -> list[TieredGroup]:
+        """The groups of tables on this rank whose rows live outside the device."""
+        return [g for g in self._table_set.current_groups() if isinstance(g, TieredGroup)]
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -165,6 +173,30 @@ class TableModule(nn.Module):
             wait: True for the figures of now on a GPU too, for which the call waits.
         """
         return self._statistics.read(self.counted_tables(), wait=wait)
+
+    def cache_statistics(self, *, wait: bool = False) -> dict[tuple[str, ...], CacheStatistics]:
+        """Counts of the caches of tables in host memory, by the names of the tables that share one:
+        rows found and missed, read ahead of a step and in it, written back and so on.
+
+        Each rank has caches of its own, and gets the figures of these; it asks no other. Call it
+        between steps. On a GPU it does not wait: each call gives what the copies begun by earlier
+        ones have brought, of some steps ago, and the first calls give nothing. On a CPU the figures
+        are of now.
+
+        Args:
+            wait: True for the figures of now on a GPU too, for which the call waits.
+        """
+        groups = self.tiered_groups()
+        caches = {tuple(table.spec.name for table in group.tables): [group] for group in groups}
+        device = groups[0].device if groups else torch.device("cpu")
+        return self._cache_statistics.read(CountedCaches(caches, device), wait=wait)
+
+    def counted_caches(self, name: str) -> CountedCaches[str]:
+        """All caches of the module, on all ranks that share its tables, to be added up under
+        ``name``; nothing where no table lives in host memory."""
+        groups = self.tiered_groups()
+        device = groups[0].device if groups else torch.device("cpu")
+        return CountedCaches({name: groups} if groups else {}, device)
 
     def counted_tables(self) -> CountedTables:
         """The dynamic tables, as :meth:`statistics` reads their counters."""

@@ -96,7 +96,14 @@ from torchembed.tables.table import (
 )
 from torchembed.tables.table_addresses import table_at, table_numbered
 from torchembed.tables.table_set import TableSet
-from torchembed.tables.tiers import FetchedRows, TieredGroup
+from torchembed.tables.tiers import (
+    CacheStatistics,
+    CacheStatisticsReader,
+    CacheStatisticsReading,
+    CountedCaches,
+    FetchedRows,
+    TieredGroup,
+)
 
 __all__ = [
     "LFU",
@@ -105,11 +112,15 @@ __all__ = [
     "AdmissionFilter",
     "AdmissionPolicy",
     "AdmittedRows",
+    "CacheStatistics",
+    "CacheStatisticsReader",
+    "CacheStatisticsReading",
     "CallerScores",
     "Chance",
     "Constant",
     "ConvertedRows",
     "CountMinSketch",
+    "CountedCaches",
     "CountedTables",
     "DecayingLFU",
     "DeletionLog",

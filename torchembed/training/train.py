@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchembed.core.ranks import any_rank
-from torchembed.modules.model_statistics import begin_statistics, dynamic_tables
+from torchembed.modules.model_statistics import ModelStatistics, shares_statistics
 from torchembed.step.pipeline import TrainPipeline
-from torchembed.tables import StatisticsReading
 from torchembed.training.batches import in_step
 from torchembed.training.history import History
 from torchembed.training.metrics import MetricsWriter
@@ -53,7 +52,9 @@ def train(
         metrics: is given, whenever the loss is read, the loss, the learning rate of the first
             optimizer's step, the samples a second since the previous reading, and the statistics
             of dynamic tables as of the step, as ``item/size`` for table ``item``, of the whole
-            table where ranks share it. Ranks other than the first may pass None.
+            table where ranks share it, and of caches of tables in host memory, as
+            ``users.cache/hit_rate`` for module ``users`` of the model, summed over its caches and
+            the ranks. Ranks other than the first may pass None.
         stop: once a rank is asked to stop, all ranks end after the steps whose batches they have
             read by then. If that is before ``max_steps``, the loss is not read, so that continuing,
             from a checkpoint too, gives the same points as a run without a stop.
@@ -106,10 +107,10 @@ class _Meter:
         self._lr: float | Tensor = math.nan
         self._lr_at: dict[int, float | Tensor] = {}
         """Learning rates of steps whose loss is not read yet."""
-        self._statistics_at: dict[int, StatisticsReading] = {}
+        self._statistics_at: dict[int, ModelStatistics] = {}
         """Statistics of tables as of such steps, on their way to the host."""
         self._reads_statistics = metrics is not None
-        if any(tables.group is not None for tables in dynamic_tables(model)):
+        if shares_statistics(model):
             # Each reading is collective, and one rank alone may write.
             self._reads_statistics = any_rank(self._reads_statistics)
 
@@ -124,7 +125,7 @@ class _Meter:
             if step % every == 0:
                 self._lr_at[step] = self._lr
         if self._reads_statistics and step % every == 0:
-            self._statistics_at[step] = begin_statistics(self._model)
+            self._statistics_at[step] = ModelStatistics(self._model)
         num_points = len(self.history.losses)
         self.history.add_step(loss, batch_size)
         if self.progress is not None:
@@ -169,11 +170,5 @@ class _Meter:
                 )
 
     def _statistics_of(self, step: int) -> dict[str, float]:
-        """The statistics of dynamic tables by the names that metrics give them."""
-        # Where the history holds what the steps before this call left, the tables' are of now.
-        reading = self._statistics_at.pop(step, None) or begin_statistics(self._model)
-        return {
-            f"{table}/{name}": value
-            for table, statistics in reading.result().items()
-            for name, value in statistics.scalars().items()
-        }
+        # Where the history holds what the steps before this call left, the figures are of now.
+        return (self._statistics_at.pop(step, None) or ModelStatistics(self._model)).scalars()

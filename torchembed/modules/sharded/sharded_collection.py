@@ -15,6 +15,7 @@ from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.bad_ids_of_slots import SlotName, submit_bad_id
 from torchembed.modules.collection import Collection, FeatureSlots
 from torchembed.modules.collection_description import CollectionDescription
+from torchembed.modules.fetched_rows import submit_nothing_refused
 from torchembed.modules.inside_ddp import DenseOwner
 from torchembed.modules.lookup_stages import B, R, V
 from torchembed.modules.sharded.checked_ids import IdChecks
@@ -34,6 +35,7 @@ from torchembed.sharding.transport.global_rows import (
 from torchembed.sharding.transport.layout import Layout, SlotPart, slot_parts
 from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.tables import (
+    CountedCaches,
     CountedTables,
     GrowingTables,
     IdShare,
@@ -279,8 +281,13 @@ class ShardedCollection(StagedCollection[B, R, V]):
 
     @property
     def admission_changes_tables(self) -> bool:
-        # The same on ranks that hold no part of a dynamic table: steps are chosen by it.
-        return any(plan.takes_any_id for plan in self._plans) or super().admission_changes_tables
+        # The same on ranks that hold no part of such a table: steps are chosen by it.
+        return any(plan.takes_any_id for plan in self._plans) or self.fetches_rows
+
+    @property
+    def fetches_rows(self) -> bool:
+        # Likewise.
+        return any(plan.storage is not None for plan in self._plans)
 
     def counted_tables(self) -> CountedTables:
         plans = zip(self._configs, self._plans, strict=True)
@@ -288,6 +295,14 @@ class ShardedCollection(StagedCollection[B, R, V]):
         self._table_set.current_groups()
         tables = {self._configs[number].name: self._local.get(number) for number in dynamic}
         return CountedTables(tables, self.device, self._ranks.group)
+
+    def _submit_fetch(self) -> None:
+        if self.fetches_rows:
+            submit_nothing_refused(self.device, self.bad_ids)
+
+    def counted_caches(self, name: str) -> CountedCaches[str]:
+        caches = {name: self.tiered_groups()} if self.fetches_rows else {}
+        return CountedCaches(caches, self.device, self._ranks.group)
 
     def growing_tables(self) -> GrowingTables | None:
         if self._growth.is_over:

@@ -30,6 +30,7 @@ from torchembed.sharding.transport.data_parallel import max_over
 from torchembed.sharding.transport.global_rows import local_contents, local_part
 from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.tables import (
+    CountedCaches,
     CountedTables,
     GrowingTables,
     Table,
@@ -225,6 +226,11 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
         self._table_set.current_groups()
         tables = dict.fromkeys(self._dynamic_names(), self.local_table)
         return CountedTables(tables, self._like.device, self._ranks.group)
+
+    def counted_caches(self, name: str) -> CountedCaches[str]:
+        is_stored = self._of_module.plan.storage is not None
+        caches = {name: self.tiered_groups()} if is_stored else {}
+        return CountedCaches(caches, self._like.device, self._ranks.group)
 
     def growing_tables(self) -> GrowingTables | None:
         if self._growth.is_over or not self._of_module.spec.index.grows:

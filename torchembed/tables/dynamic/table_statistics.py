@@ -1,6 +1,5 @@
 """Statistics of dynamic tables, read without waiting for a GPU."""
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from torch import Tensor
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.ops.hash_table import Counter
 from torchembed.tables.dynamic.hash_index import HashIndex
+from torchembed.tables.latest_reading import LatestReading
 from torchembed.tables.table import Table
 
 
@@ -166,16 +166,8 @@ def _counts(table: Table | None, device: torch.device) -> Tensor:
     return torch.cat([index.hash_tables.counters[number], epoch, capacity])
 
 
-class StatisticsReader:
+class StatisticsReader(LatestReading[str, TableStatistics]):
     """Reads the statistics of one module's dynamic tables again and again, without waiting."""
-
-    def __init__(self) -> None:
-        self._under_way: collections.deque[StatisticsReading] = collections.deque()
-        self._latest: dict[str, TableStatistics] = {}
-
-    def __reduce__(self) -> tuple[type["StatisticsReader"], tuple[()]]:
-        """Copies and pickles have read nothing yet."""
-        return StatisticsReader, ()
 
     def read(self, counted: CountedTables, *, wait: bool) -> dict[str, TableStatistics]:
         """The statistics of tables, by name, that arrived last; of now where ``wait`` is True.
@@ -183,7 +175,4 @@ class StatisticsReader:
         Collective over the ranks that share them.
         """
         # Begun by each call: when a copy arrives, each rank sees at another call.
-        self._under_way.append(StatisticsReading([counted]))
-        while self._under_way and (wait or self._under_way[0].has_arrived):
-            self._latest = self._under_way.popleft().result()
-        return dict(self._latest)
+        return self.after(StatisticsReading([counted]), wait=wait)

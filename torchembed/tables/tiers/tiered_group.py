@@ -26,6 +26,7 @@ from torchembed.tables.row_index import Admission, NewRows, SlotIndex
 from torchembed.tables.table import Table
 from torchembed.tables.tiers.host_memory import host_tensor
 from torchembed.tables.tiers.slot_keys import SlotKeys
+from torchembed.tables.tiers.step_counters import new_step_counters
 
 
 class FetchedRows(NamedTuple):
@@ -55,7 +56,9 @@ class TieredGroup(TableGroup):
     is released; those that make room are written back.
 
     Attributes:
-        cache: which rows the slots of ``weight`` hold.
+        cache: which rows the slots of ``weight`` hold. Its counters are of rows that were written
+            back, and of batches that were prepared ahead of their step.
+        counters: of what the step itself brought in.
         clock: the epochs of the batches whose rows were brought in.
     """
 
@@ -84,6 +87,7 @@ class TieredGroup(TableGroup):
         device, weight = self.weight.device, self._stored_weight
         num_slots = sum(map(self._cache_rows_of, self.tables))
         self.cache: RowCache = empty_row_cache(self.num_rows, num_slots, device)
+        self.counters = new_step_counters(device)
         self.clock = AdmissionClock(device)
         self._slot_keys = None
         self._num_emptied = torch.zeros(1, dtype=torch.int64, device=device)
@@ -100,11 +104,11 @@ class TieredGroup(TableGroup):
         rows = storage.cache_rows
         if rows is None:
             assert storage.cache_bytes is not None
-            rows = max(storage.cache_bytes // self._line_bytes, 1)
+            rows = max(storage.cache_bytes // self.line_bytes, 1)
         return min(rows, table.num_rows)
 
     @property
-    def _line_bytes(self) -> int:
+    def line_bytes(self) -> int:
         """Bytes of a row with its optimizer state."""
         parts = (self._stored_weight, *self._stored_states)
         return sum(part.element_size() * part.shape[1:].numel() for part in parts)
@@ -241,7 +245,13 @@ class TieredGroup(TableGroup):
         epoch = self.clock.admitted(admission).clone()
         refused, emptied = torch.zeros_like(epoch), self._num_emptied.clone()
         fetched = FetchedRows(runs.unique_rows, runs.num_runs, refused, epoch, emptied)
-        return fetched._replace(num_refused=self._claim(fetched, admission.is_trained))
+        # Positions of row -1 are the first.
+        requested = runs.order.numel() - runs.starts[:1]
+        if admission.is_trained is not None:
+            requested = requested * admission.is_trained
+        self.counters.requested.add_(requested)
+        of_batch = self.counters.of_forwards if admission.epoch is None else self.cache.counters
+        return fetched._replace(num_refused=self._claim(fetched, admission.is_trained, of_batch))
 
     @torch.no_grad()
     def fetch_refused(self, fetched: FetchedRows) -> Tensor:
@@ -253,13 +263,16 @@ class TieredGroup(TableGroup):
             int64 ``[1]``: slots that the cache has too few for the batch alone; 0 where all rows
             are there.
         """
-        is_emptied = fetched.num_emptied != self._num_emptied
-        return self._claim(fetched, (fetched.num_refused > 0) | is_emptied)
+        is_late = (fetched.num_refused > 0) | (fetched.num_emptied != self._num_emptied)
+        self.counters.late_batches.add_(is_late)
+        return self._claim(fetched, is_late, self.counters.late)
 
-    def _claim(self, fetched: FetchedRows, is_trained: Tensor | None) -> Tensor:
+    def _claim(self, fetched: FetchedRows, is_trained: Tensor | None, counters: Tensor) -> Tensor:
+        """Bring the rows of a batch in, counted in ``counters``, int64, one for each
+        :class:`CacheCounter`; how many slots are too few."""
         self._check_unchanged()
         claim = claim_slots(
-            self.cache,
+            self.cache._replace(counters=counters),
             fetched.unique_rows,
             fetched.num_rows,
             epoch=fetched.epoch,
