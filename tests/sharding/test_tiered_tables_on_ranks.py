@@ -24,6 +24,7 @@ CASES = [
     Case(placements=MIXED, stored=("a",), planned=("b", "d"), pooled=False),
     Case(placements=ROW_WISE, stored=("a", "b"), pooled=False, fixed=True, optimizer="SGD"),
     Case(placements=ROW_WISE, stored=("a", "d"), dynamic=("b",), on_bad_id="zero"),
+    Case(placements=ROW_WISE, planned=("a", "b"), dynamic=("b",)),
 ]
 
 

@@ -212,15 +212,39 @@ def test_plans_name_tiers() -> None:
     assert "storage" not in str(make_plan({"a": specs["a"]}, 1))
 
 
-def test_a_plan_keeps_dynamic_tables_on_devices() -> None:
-    spec = dataclasses.replace(
-        stored(128, "f", storage=HostMemory(cache_rows=10)).spec, index=HashFactory(Dynamic())
-    )
+def test_tables_that_grow_are_on_devices() -> None:
+    grows = HashFactory(Dynamic(initial_capacity=1))
+    use = make_use(grows.rows_for(20_000), 16, "f")
+    spec = dataclasses.replace(use.spec, index=grows, storage=HostMemory(cache_rows=10))
     with pytest.raises(
         ValueError,
-        match=r"^storage of table t must be None for a dynamic table, whose rows live on the dev",
+        match=r"^storage of table t must be None for a dynamic table with an initial_capacity, ",
     ):
         make_plan({"t": spec}, 1)
+    use = dataclasses.replace(use, spec=dataclasses.replace(spec, storage=None))
+    topology = topology_of(1, 1, 10**6, memory_bytes=10**9)
+    with pytest.raises(ValueError, match="tables do not fit: "):
+        Planner(batch_size=10).plan({"t": use}, topology)
+    single = dataclasses.replace(make_use(20_000, 16, "f"), must_be_on_device=True)
+    with pytest.raises(ValueError, match="tables do not fit: "):
+        Planner(batch_size=10).plan({"t": single}, topology)
+
+
+def test_dynamic_tables_have_their_ids_on_the_device() -> None:
+    index = HashFactory(Dynamic())
+    num_rows = index.rows_for(20_000)
+    use = make_use(num_rows, 16, "f")
+    use = dataclasses.replace(use, spec=dataclasses.replace(use.spec, index=index))
+    report = Planner(batch_size=10).plan({"t": use}, topology_of(1, 1, 10**6, memory_bytes=10**9))
+    storage = report.plan.table("t").storage
+    assert storage is not None and storage.cache_rows is not None
+    (rank,) = report.ranks
+    assert rank.weight_bytes == storage.cache_rows * (LINE + 18) + num_rows * (4 + 17)
+    assert rank.host_bytes == num_rows * LINE
+    budget = memory_budget(
+        report.plan, {"t": use}, 0, report=report, dense_bytes=0, free_bytes=10**9
+    )
+    assert budget.needed_bytes == rank.held_bytes and budget.host_bytes == rank.host_bytes
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ class CostModel:
         line_bytes = self.line_bytes(use, shard.num_columns)
         held = held_rows(storage, shard.num_rows, line_bytes, is_rounded=use.is_rounded)
         num_rows = held.on_device + (held.in_host if self.topology.devices_are_hosts else 0)
-        return num_rows * line_bytes + held.index_bytes
+        return num_rows * line_bytes + held.index_bytes + use.index_bytes(shard.num_rows)
 
     def host_load(
         self, use: TableUse, shard: Shard, share: float, storage: HostMemory | None

@@ -70,11 +70,6 @@ class TablePlan:
                 "in host memory, which every rank would hold; use table_wise, column_wise or "
                 "row_wise"
             )
-        if self.storage is not None and self.takes_any_id:
-            raise ValueError(
-                f"storage of table {self.table} must be None for a dynamic table, whose rows live "
-                f"on the device, got {self.storage}"
-            )
 
 
 def _count(entries: Mapping[str, object], name: str) -> int:
@@ -215,7 +210,8 @@ def place_table(
 
     Raises:
         ValueError: for no ranks, for one that is named twice, for more than one under
-            ``TABLE_WISE``, or under ``DATA_PARALLEL`` for a dynamic table or one in host memory.
+            ``TABLE_WISE``, under ``DATA_PARALLEL`` for a dynamic table or one in host memory, or
+            for one in host memory that grows.
     """
     ranks = sorted(ranks)
     if not ranks or len(set(ranks)) < len(ranks):
@@ -227,6 +223,11 @@ def place_table(
         raise ValueError(
             f"ranks of table {name} must be one under table_wise, got {ranks}; give one of them, "
             "or divide the table by row_wise or column_wise"
+        )
+    if spec.storage is not None and spec.index.grows:
+        raise ValueError(
+            f"storage of table {name} must be None for a dynamic table with an initial_capacity, "
+            f"whose rows are on the device since they grow, got {spec.storage}"
         )
     takes_any_id = spec.num_ids is None
     if takes_any_id and placement is Placement.DATA_PARALLEL:

@@ -125,8 +125,8 @@ class TierChoice:
         smaller than the table."""
         topology, num_rows = self._model.topology, use.spec.num_rows
         line_bytes = self._model.line_bytes(use, use.spec.dim)
-        whole = num_rows * line_bytes
-        yield _Level(None, whole, 0.0, 0.0)
+        whole, of_ids = num_rows * line_bytes, use.index_bytes(num_rows)
+        yield _Level(None, whole + of_ids, 0.0, 0.0)
         num_batches = float(_LEAST_BATCHES)
         while num_batches < _MOST_BATCHES:
             touched = self._model.touched(use, topology.num_ranks * num_batches)
@@ -137,5 +137,5 @@ class TierChoice:
                 return
             of_next = self._model.touched(use, topology.num_ranks * (num_batches + 1)) - touched
             seconds = max(of_next, 0.0) * line_bytes / topology.host_bandwidth
-            yield _Level(num_cached, on_device, whole, seconds)
+            yield _Level(num_cached, on_device + of_ids, whole, seconds)
             num_batches *= _STEP
