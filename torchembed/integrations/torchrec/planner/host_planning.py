@@ -19,7 +19,7 @@ from torchembed.integrations.torchrec.plans.host_memory import (
 from torchembed.integrations.torchrec.plans.settings import OPTIMIZERS
 from torchembed.integrations.torchrec.versions import sharder_of
 from torchembed.ops.rowwise_update import UpdateRule
-from torchembed.sharding.planning.storage_costs import index_bytes
+from torchembed.sharding.planning.storage_costs import cache_index_bytes
 
 Populate = Callable[..., None]
 """``EmbeddingEnumerator.populate_estimates``."""
@@ -78,10 +78,11 @@ def _count(
         assert shard.storage is not None
         assert other.storage is not None
         num_rows, num_columns = shard.size
-        line_bytes = num_columns * option.tensor.element_size() + rule.state_bytes(1, num_columns)
+        itemsize = option.tensor.element_size()
+        line_bytes = num_columns * itemsize + rule.state_bytes(1, num_columns)
         num_slots = math.ceil(num_rows * (factor or DEFAULT_LOAD_FACTOR))
-        cache_bytes = num_slots * line_bytes + index_bytes(num_slots, num_rows)
-        shard.storage.hbm = other.storage.hbm + cache_bytes
+        found_by = cache_index_bytes(num_slots, num_rows, is_rounded=itemsize < 4)
+        shard.storage.hbm = other.storage.hbm + num_slots * line_bytes + found_by
         shard.storage.ddr = num_rows * line_bytes
 
 
