@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import torchembed
+from torchembed import HostMemory
 
 
 def ids(*shape: int) -> Tensor:
@@ -24,6 +25,24 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         {"_weight": torch.ones(3, 5)},
     ),
     "_weight_dim": (ValueError, r"_weight must have 2 dim", {"_weight": torch.ones(3)}),
+    "storage": (
+        TypeError,
+        r"storage of this module must be HostMemory\(\.\.\.\) or None for the device, got 'host'",
+        {"storage": "host"},
+    ),
+    "storage of a table that grows": (
+        ValueError,
+        "initial_capacity of this module must be None with a storage, got 2",
+        {
+            "storage": HostMemory(cache_rows=2),
+            "dynamic": torchembed.Dynamic(initial_capacity=2),
+        },
+    ),
+    "dtype in host memory": (
+        TypeError,
+        "dtype of a table in host memory must be float32, float16 or bfloat16, .* got .*float64",
+        {"storage": HostMemory(cache_rows=2), "dtype": torch.float64},
+    ),
     "on_bad_id": (ValueError, 'on_bad_id must be "raise", .* got .ignore', {"on_bad_id": "ignore"}),
 }
 

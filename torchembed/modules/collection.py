@@ -229,6 +229,7 @@ class Collection(StagedCollection[B, R, V]):
         modules = nn.ModuleDict()
         for table, config in zip(self._tables, self._configs, strict=True):
             check_not_dynamic(f"table {config.name}", config.dynamic)
+            table.group.write_back()
             module = self._torch_module(config, table.held_weight().detach().clone())
             module.weight.requires_grad_(table.parameter.requires_grad)
             modules[config.name] = module

@@ -16,7 +16,7 @@ from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.single_table import SingleTable
 from torchembed.modules.stateless_lookup import Lookup
 from torchembed.ops.eager_lookup import bags_of_positions, max_of_bags
-from torchembed.tables import Dynamic
+from torchembed.tables import Dynamic, HostMemory
 
 
 class EmbeddingBag(SingleTable):
@@ -36,6 +36,7 @@ class EmbeddingBag(SingleTable):
         seed: of the initial rows; drawn from torch's default generator where None.
         dynamic: makes each 64-bit integer an id, and ``num_embeddings`` the capacity. The
             ``padding_idx`` is then an id.
+        storage: keeps the rows in host memory, behind a cache on ``device``; None for rows there.
         others: as for ``torch.nn.EmbeddingBag``.
 
     Raises:
@@ -60,6 +61,7 @@ class EmbeddingBag(SingleTable):
         on_bad_id: OnBadId | str = OnBadId.RAISE,
         seed: int | None = None,
         dynamic: Dynamic | None = None,
+        storage: HostMemory | None = None,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
@@ -78,6 +80,7 @@ class EmbeddingBag(SingleTable):
             on_bad_id=on_bad_id,
             seed=seed,
             dynamic=dynamic,
+            storage=storage,
         )
         self.mode = mode
         self.include_last_offset = include_last_offset
@@ -101,6 +104,7 @@ class EmbeddingBag(SingleTable):
             TypeError: for a dynamic table.
         """
         check_not_dynamic("this module", self.dynamic)
+        self._table.group.write_back()
         module = nn.EmbeddingBag(
             self.num_embeddings,
             self.embedding_dim,
@@ -268,7 +272,7 @@ class Embedding(SingleTable):
     but functions of (seed, row).
 
     Args:
-        on_bad_id, seed, dynamic: as for :class:`EmbeddingBag`.
+        on_bad_id, seed, dynamic, storage: as for :class:`EmbeddingBag`.
         others: as for ``torch.nn.Embedding``.
 
     Raises:
@@ -292,6 +296,7 @@ class Embedding(SingleTable):
         on_bad_id: OnBadId | str = OnBadId.RAISE,
         seed: int | None = None,
         dynamic: Dynamic | None = None,
+        storage: HostMemory | None = None,
     ) -> None:
         super().__init__(
             num_embeddings=num_embeddings,
@@ -306,6 +311,7 @@ class Embedding(SingleTable):
             on_bad_id=on_bad_id,
             seed=seed,
             dynamic=dynamic,
+            storage=storage,
         )
 
     @classmethod
@@ -325,6 +331,7 @@ class Embedding(SingleTable):
             TypeError: for a dynamic table.
         """
         check_not_dynamic("this module", self.dynamic)
+        self._table.group.write_back()
         module = nn.Embedding(
             self.num_embeddings,
             self.embedding_dim,
@@ -369,6 +376,6 @@ class Embedding(SingleTable):
             # gradient.
             if self._padding_row is None:
                 return vectors
-            padding = self.weight.detach()[self._padding_row]
+            padding = self._padding_vector(self._padding_row)
             vectors = torch.where(is_padding.unsqueeze(1), padding, vectors)
         return vectors

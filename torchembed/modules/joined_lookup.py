@@ -14,6 +14,7 @@ from torchembed.core.stand_ins import KeptTensors
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.bad_ids_of_slots import SlotName, submit_bad_id
+from torchembed.modules.fetched_rows import fetch_refused, fetch_rows
 from torchembed.modules.group_rows import Ids
 from torchembed.modules.lookup_stages import Admitted, Bucketized, LookedUp, Routed
 from torchembed.modules.table_lookup import look_up, look_up_pooled
@@ -21,7 +22,15 @@ from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.segments import Runs, find_runs
-from torchembed.tables import Admission, JoinedGroup, MissingVectors, Table, TableGroup
+from torchembed.tables import (
+    Admission,
+    FetchedRows,
+    JoinedGroup,
+    MissingVectors,
+    Table,
+    TableGroup,
+    TieredGroup,
+)
 
 T = TypeVar("T")
 
@@ -78,6 +87,8 @@ class JoinedRows(NamedTuple):
     """Kept for an index that admission changes, until then."""
     missing_ids: Ids | None = None
     """The ids, where those without a row are looked up as other values than zeros."""
+    fetched: FetchedRows | None = None
+    """What was brought to the device, of a group whose rows live elsewhere; None: nothing was."""
 
 
 class JoinedLookup:
@@ -102,7 +113,7 @@ class JoinedLookup:
         ]
         """For each call the row of the group that is padding, or, of a dynamic table, the id; -2
         for none of a static table."""
-        self._is_dynamic = group.changes_on_admission
+        self._is_dynamic = group.index.changes_on_admission
         if self._is_dynamic:
             self._padding = [slot.padding_idx or 0 for slot in slots]
         self._names = [SlotName(s.table.spec.name, "input", s.table.num_rows) for s in slots]
@@ -185,8 +196,11 @@ class JoinedLookup:
                 features, is_id = rows.ids
                 found = group.admit(self._index, features, rows.rows, is_id, admission)
                 rows = rows._replace(rows=found, trained_rows=found, ids=None)
-            runs = find_runs(rows.trained_rows, group.num_rows)
-        return Admitted(routed.features, rows._replace(runs=runs))
+            runs, fetched = find_runs(rows.trained_rows, group.num_rows), None
+            if isinstance(group, TieredGroup):
+                known = runs if rows.rows is rows.trained_rows else None
+                fetched = fetch_rows(group, rows.rows, known, admission, self._bad_ids)
+        return Admitted(routed.features, rows._replace(runs=runs, fetched=fetched))
 
     def release(self, epoch: Tensor) -> None:
         """Let the table evict the rows of batches admitted in ``epoch``, int64 ``[1]``, and before,
@@ -197,9 +211,12 @@ class JoinedLookup:
         """The result of each call, in the order of the slots.
 
         Raises:
-            RuntimeError: where the tables have been regrouped since the rows were found.
+            RuntimeError: where the tables have been regrouped since the rows were found, or rows
+                find no place on the device.
         """
         rows, kind = admitted.rows, self._kind
+        if isinstance(kind.group, TieredGroup) and rows.fetched is not None:
+            fetch_refused(kind.group, rows.fetched, self._bad_ids)
         sink = _Sink(kind.group, rows, self._slots)
         if kind.pooling is None:
             vectors = look_up(
@@ -209,6 +226,7 @@ class JoinedLookup:
                 output_dtype=None,
                 weight_form=WeightGradient.DENSE,
                 missing=self._missing(rows),
+                fetched=rows.fetched,
             )
         else:
             vectors = self._pooled(rows, kind.pooling, sink)
@@ -251,6 +269,7 @@ class JoinedLookup:
             weight_form=WeightGradient.DENSE,
             known_map=known_map,
             missing=self._missing(rows),
+            fetched=rows.fetched,
         ).squeeze(1)
 
     def _missing(self, rows: JoinedRows) -> MissingVectors | None:

@@ -7,17 +7,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchembed.core import checks
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.calls_ahead import CallArguments, ModuleOfOneTable
-from torchembed.modules.configs import check_dynamic, table_spec
+from torchembed.modules.configs import table_spec
 from torchembed.modules.forward_admission import admission_in_forward, admits_in_forward
 from torchembed.modules.index_in_state_dict import IndexInStateDict
 from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.slots import Slots
 from torchembed.modules.stateless_lookup import Lookup, find_bad_ids
+from torchembed.modules.table_arguments import check_arguments, checked_dtype
 from torchembed.modules.table_lookup import look_up, look_up_pooled
 from torchembed.modules.table_module import as_on_bad_id
 from torchembed.modules.traced.traced_lookup import traced_pooled, traced_vectors
@@ -26,11 +26,14 @@ from torchembed.modules.traced.traced_rows import traced_bad_ids, traced_rows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import (
     Dynamic,
+    FetchedRows,
+    HostMemory,
     Missing,
     MissingVectors,
     Normal,
     Table,
     TableGroup,
+    TieredGroup,
     check_own_rows,
 )
 
@@ -57,6 +60,7 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
         on_bad_id: OnBadId | str,
         seed: int | None,
         dynamic: Dynamic | None,
+        storage: HostMemory | None,
     ) -> None:
         """
         Args:
@@ -68,50 +72,29 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
             others: as for the subclasses.
         """
         super().__init__()
-        for name, value in refused.items():
-            if value is not None and value is not False:
-                raise ValueError(
-                    f"{name}={value!r} is not supported; use torch.nn.{type(self).__name__} for it"
-                )
-        self.dynamic = dynamic
-        if dynamic is not None:
-            if weight is not None:
-                raise ValueError(
-                    "_weight must be None for a dynamic table, whose rows have no ids of their "
-                    "own; let it make its rows"
-                )
-        elif padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(
-                f"padding_idx must be in [-{num_embeddings}, {num_embeddings}), got {padding_idx}"
-            )
+        check_arguments(
+            type(self).__name__,
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            padding_idx=padding_idx,
+            refused=refused,
+            weight=weight,
+            dynamic=dynamic,
+        )
+        self.dynamic, self.storage = dynamic, storage
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         if padding_idx is not None and dynamic is None:
             padding_idx %= num_embeddings
         self.padding_idx = padding_idx
         self.sparse = sparse
-        if weight is not None:
-            checks.check_dim("_weight", weight, 2)
-            if tuple(weight.shape) != (num_embeddings, embedding_dim):
-                raise ValueError(
-                    f"_weight must be {(num_embeddings, embedding_dim)}, got {tuple(weight.shape)}"
-                )
-            dtype = weight.dtype
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in (*checks.FLOAT_DTYPES, torch.float64):
-            raise TypeError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
-        if dynamic is not None:
-            if dtype not in checks.FLOAT_DTYPES:
-                raise TypeError(
-                    "dtype of a dynamic table must be float32, float16 or bfloat16, whose rows are "
-                    f"made when their ids come, got {dtype}"
-                )
-            check_dynamic("this module", dynamic, Normal(), dim=embedding_dim, dtype=dtype)
+        dtype = checked_dtype(
+            dtype if weight is None else weight.dtype,
+            embedding_dim=embedding_dim,
+            dynamic=dynamic,
+            storage=storage,
+        )
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-        if num_embeddings < 1 and dynamic is not None:
-            raise ValueError(
-                f"num_embeddings of a dynamic table must be positive, got {num_embeddings}"
-            )
         spec = table_spec(
             dynamic,
             name="weight",
@@ -120,6 +103,7 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
             dtype=dtype,
             initializer=Normal(),
             seed=seed,
+            storage=storage,
         )
         self._table = Table(spec)
         self._table.holder, self._table.may_join = self, True
@@ -129,6 +113,8 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
             self._zero_padding()
         else:
             self.weight = nn.Parameter(weight)
+            if storage is not None:
+                self._table.cache_device = torch.empty(0, device=device or weight.device).device
         self.weight.requires_grad_(not is_frozen)
         self._table_set.form_groups()
         self._on_bad_id = as_on_bad_id(on_bad_id)
@@ -153,6 +139,18 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
     def _padding_row(self) -> int | None:
         """The row of ``padding_idx``; None where there is none, as in a dynamic table."""
         return self.padding_idx if self.dynamic is None else None
+
+    def _padding_vector(self, row: int) -> Tensor:
+        """The vector ``[D]`` of the padding ``row``, without a gradient."""
+        if (
+            self.storage is None
+            or torch.compiler.is_compiling()
+            or not self._table.holds_parameter()
+        ):
+            return self.weight.detach()[row]
+        group = self._table.group
+        assert isinstance(group, TieredGroup)
+        return group.gathered_rows(torch.full((1,), row, device=group.device))[0]
 
     def _zero_padding(self) -> None:
         """Set the padding row to zeros, as torch does."""
@@ -222,10 +220,21 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
                 is_valid=is_valid,
             )
         admission = None
-        if is_trained and self.dynamic is not None and admits_in_forward(self):
+        if is_trained and self._changes_on_admission and admits_in_forward(self):
             self._grow_in_forward()
             admission = admission_in_forward(None)
         return self._slots.rows(features, admission, is_valid)
+
+    @property
+    def _changes_on_admission(self) -> bool:
+        return self.dynamic is not None or self.storage is not None
+
+    def _fetched(self, rows: Tensor) -> FetchedRows | None:
+        """What a lookup of ``rows [L]`` of the table has brought to the device; None where nothing
+        is to be, since no update may follow or the rows live there."""
+        if self.storage is None or torch.compiler.is_compiling() or not admits_in_forward(self):
+            return None
+        return self._slots.fetch(rows, admission_in_forward(None))
 
     @property
     def updated_group(self) -> TableGroup:
@@ -252,11 +261,11 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
 
     def _joined_kind(self, pooling: Pooling | None, *, is_jagged: bool) -> LookupKind | None:
         """The kind of joined lookup of a call; None where no fused optimizer updates the table by
-        itself or together with others, all of which train, and for evaluation, which admits no
-        ids."""
+        itself or together with others, all of which train, and for evaluation, which changes no
+        table."""
         group = self.updated_group
         trains = all(t.parameter.requires_grad and t.holds_parameter() for t in group.tables)
-        admits = self.dynamic is None or self.training
+        admits = self.training or not self._changes_on_admission
         if group.rule is None or not trains or not admits:
             return None
         return LookupKind(group, pooling, self._on_bad_id, is_jagged)
@@ -301,6 +310,7 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
             output_dtype=None,
             weight_form=self._weight_form,
             missing=missing,
+            fetched=self._fetched(rows),
         )
 
     def _pooled(
@@ -330,7 +340,6 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
             )
             return pooled.squeeze(1)
         group = self._table.group
-        is_compiled = torch.compiler.is_compiling()
         return look_up_pooled(
             group,
             rows,
@@ -343,6 +352,7 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
             sink=group.record,
             output_dtype=output_dtype,
             weight_form=self._weight_form,
-            known_map=None if is_compiled else self._slots.gradient_map(features, pooling),
+            known_map=self._slots.gradient_map(features, pooling),
             missing=missing,
+            fetched=self._fetched(rows),
         ).squeeze(1)

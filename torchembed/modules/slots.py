@@ -20,6 +20,7 @@ from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.segments import find_runs
 from torchembed.tables import (
     Admission,
+    FetchedRows,
     MissingVectors,
     Table,
     TableGroup,
@@ -206,6 +207,17 @@ class Slots:
         if admission is not None and entry.changes_on_admission:
             rows = entry.group.admit(entry.index, features, rows, is_valid, admission)
         return rows
+
+    def fetch(self, rows: Tensor, admission: Admission) -> FetchedRows | None:
+        """Bring ``rows [L]``, as :meth:`rows` gave them, to the device as those of the batch of
+        ``admission``; None where nothing trains them there.
+
+        Raises:
+            RuntimeError: where they find no place.
+        """
+        (entry,) = self.by_group()
+        assert isinstance(entry.group, TieredGroup)
+        return fetch_rows(entry.group, rows, None, admission, self.bad_ids)
 
     def missing(
         self, features: SparseFeatures, rows: Tensor, is_valid: Tensor | None = None

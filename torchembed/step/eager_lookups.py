@@ -14,7 +14,7 @@ from torchembed.core.trees import Tree, layout_of, tensors_in
 from torchembed.modules.bad_ids import IdCheck, IdChecks
 from torchembed.modules.calls_ahead import ModuleOfOneTable
 from torchembed.modules.lookup_stages import Bucketized
-from torchembed.step.bad_id_flag import reduce_checks
+from torchembed.step.bad_id_flag import either, reduce_checks
 from torchembed.step.batches.batch_layout import with_sparse_features
 from torchembed.step.joined_calls import JoinedCall, observed_joined_calls
 from torchembed.step.stages import LookedUpBatch
@@ -122,11 +122,13 @@ class EagerLookups:
         flag = reduce_checks(checks, self._group)
         # A table inserts no row for a batch that is not trained.
         admission = Admission(None if flag is None else flag.skip == 0)
-        lookups = [
-            call.collection.look_up(call.collection.admit(of_call, admission))
-            for call, of_call in zip(calls, routed, strict=True)
-        ]
-        return LookedUpBatch(batch, calls, lookups, flag, checks)
+        with self._id_checks() as of_fetches:
+            lookups = [
+                call.collection.look_up(call.collection.admit(of_call, admission))
+                for call, of_call in zip(calls, routed, strict=True)
+            ]
+        flag = either(flag, reduce_checks(of_fetches, self._group))
+        return LookedUpBatch(batch, calls, lookups, flag, [*checks, *of_fetches])
 
     def _note(self, layout: Hashable, calls: Sequence[JoinedCall]) -> None:
         """Remember the ``calls`` of a batch of ``layout``: those of several modules, or all, so

@@ -118,6 +118,7 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
                 dtype=table.spec.dtype,
                 pooling=table.pooling,
                 dynamic=table.dynamic,
+                storage=table.plan.storage,
             )
             for number, (table, of_table) in enumerate(numbers.items())
         ]
@@ -184,7 +185,8 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
 
         Args:
             features: one for each use, whose key is its number.
-            admits: whether dynamic tables give rows to new ids.
+            admits: whether dynamic tables give rows to new ids, and those in host memory bring
+                rows to the device.
 
         Raises:
             IndexError, RuntimeError, ValueError: as ``forward`` of a sharded collection.
@@ -192,6 +194,7 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
         rows = self._route(self._exchange_sizes(features, ahead=False), None)
         if admits and self.admission_changes_tables:
             rows = self._admit(rows, admission_in_forward(self._ranks.group), finds_runs=False)
+            self._submit_fetch()
         return self._look_up(rows, ahead=False)
 
     def most_ids_sent(self, most_ids: Sequence[int]) -> int:

@@ -161,6 +161,9 @@ def shard_embeddings(
     )
 
     device = device_of(mesh)
+    for module in model.modules():
+        if isinstance(module, TableModule):
+            module.write_back()
     for path, collection in list(model.named_modules()):
         if isinstance(collection, Collection):
             plans = [
@@ -201,7 +204,11 @@ def _shard_singles(
             continue
         if not module.weight.is_meta and module.dynamic is None:
             # Ranks may have drawn their own rows: the first rank's count, as in DDP.
-            dist.broadcast(module.weight.data, src=first, group=ranks.group)
+            for rows in module.weight.data.split(_ROWS_AT_ONCE):
+                on_device = rows.to(device)
+                dist.broadcast(on_device, src=first, group=ranks.group)
+                if on_device is not rows:
+                    rows.copy_(on_device)
         spec = single_spec(module)
         made = ShardedSingleTable.of(module, name, spec, of_module, ranks, device)
         _replace(model, module, made)
@@ -215,6 +222,8 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 setattr(module, name, new)
 
 
+_ROWS_AT_ONCE = 1 << 20
+"""Rows that are sent at a time, and of tables in host memory are on the device at once."""
 _DENSE_COPIES = 3
 """Buffers as large as the dense parameters: gradients and, with Adam, two states."""
 

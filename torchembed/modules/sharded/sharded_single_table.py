@@ -213,7 +213,11 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
     @property
     def admission_changes_tables(self) -> bool:
         # The same on ranks that hold no part of the table: steps are chosen by it.
-        return self.dynamic is not None
+        return self.dynamic is not None or self.fetches_rows
+
+    @property
+    def fetches_rows(self) -> bool:
+        return self._of_module.plan.storage is not None
 
     @property
     def _indexed_table(self) -> Table | None:
@@ -228,8 +232,7 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
         return CountedTables(tables, self._like.device, self._ranks.group)
 
     def counted_caches(self, name: str) -> CountedCaches[str]:
-        is_stored = self._of_module.plan.storage is not None
-        caches = {name: self.tiered_groups()} if is_stored else {}
+        caches = {name: self.tiered_groups()} if self.fetches_rows else {}
         return CountedCaches(caches, self._like.device, self._ranks.group)
 
     def growing_tables(self) -> GrowingTables | None:
@@ -266,7 +269,7 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
         self, num_bags: int, *, is_jagged: bool, is_weighted: bool
     ) -> ExchangeKind | None:
         """The kind of joined exchange of a call with ``num_bags`` bags; None where it cannot be
-        one, and for evaluation of a dynamic table, which admits no ids."""
+        one, and for evaluation, which changes no table."""
         if not self._can_join:
             return None
         return ExchangeKind(self._settings(is_weighted=is_weighted), (num_bags,), is_jagged)
@@ -274,7 +277,7 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
     @property
     def _can_join(self) -> bool:
         table = self.local_table
-        admits = self.dynamic is None or self.training
+        admits = self.training or not self.admission_changes_tables
         return admits and (table is None or table.holds_parameter())
 
     def _slot(self, ids: Tensor, hotness: int | None) -> ExchangeSlot:
@@ -300,7 +303,7 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
         if alone is None:
             settings = self._settings(is_weighted=is_weighted)
             alone = self._alone[is_weighted] = LookupOfModules([self._of_module], settings)
-        admits = self.dynamic is not None and admits_in_forward(self)
+        admits = self.admission_changes_tables and admits_in_forward(self)
         if admits:
             self._grow_in_forward()
         return alone.vectors(_renamed(features), admits=admits).to(self._like.dtype)
