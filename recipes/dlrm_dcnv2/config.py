@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from recipes.dynamic import Eviction, check_capacity
+from recipes.host_memory import check_cached
 from recipes.precision import Precision
 from torchembed.data import MLPERF_TABLE_SIZES, ClickLogConfig
 from torchembed.data.mlperf import mlperf_days
@@ -36,6 +37,9 @@ class DlrmConfig:
     shared: float = 0.5
     """Part of the rows of a dynamic table of a given capacity that the ids without a row of their
     own share by a hash; with 0 they are looked up as zeros."""
+    cached: float | None = None
+    """Keep the large tables in host memory, behind a cache on each device for this part of their
+    rows; with 0.1 for 10 % of them. Without it all tables live on the devices."""
     held_out: float = 0.1
     """Part of the rows to hold out where there is one file; else the last file is held out."""
     embedding_dim: int = 128
@@ -98,6 +102,7 @@ class DlrmConfig:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or left out, got {value}")
         check_capacity(self.capacity, self.shared)
+        check_cached(self.cached)
         if self.over_arch[-1:] != (1,):
             raise ValueError(f"over_arch must end with 1, the logit, got {self.over_arch}")
         # They check their own fields.

@@ -13,6 +13,7 @@ import torchembed
 from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.dlrm_dcnv2.loop import TrainLoop
 from recipes.dynamic import num_rows, table_size
+from recipes.host_memory import storages
 from recipes.mlperf_log import MlperfLog
 from recipes.ranks import shard_over_ranks, table_device
 from recipes.result import Result, Stopped
@@ -166,6 +167,7 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
         )
         for size in source.table_sizes
     ]
+    stored = storages([s.num_embeddings for s in sizes], config.cached, config.batch_size)
     tables = torchembed.EmbeddingBagCollection(
         [
             torchembed.EmbeddingBagConfig(
@@ -174,8 +176,9 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
                 embedding_dim=config.embedding_dim,
                 feature_names=(key,),
                 dynamic=size.dynamic,
+                storage=storage,
             )
-            for key, size in zip(source.keys, sizes, strict=True)
+            for key, size, storage in zip(source.keys, sizes, stored, strict=True)
         ],
         device=table_device(device),
         seed=config.seed,
