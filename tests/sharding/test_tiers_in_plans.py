@@ -1,6 +1,5 @@
-"""Plans with tables in the memory of hosts: what they cost, and which tables are placed there."""
+"""Tables in host memory in plans: as data and as text, and which of them planners place there."""
 
-import collections
 import dataclasses
 import json
 import math
@@ -9,22 +8,14 @@ from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
-import numpy as np
 import pytest
-import torch
 
-from tests.support.planning import cost_model, make_topology, make_use
+from tests.support.planning import cost_model, make_host_topology, make_stored_use, make_use
 from torchembed import (
     Dynamic,
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    SparseFeatures,
     optim,
 )
-from torchembed.modules import table_uses
-from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import (
-    CPU,
     H200,
     Host,
     Placement,
@@ -36,130 +27,15 @@ from torchembed.sharding import (
     Topology,
     make_plan,
 )
-from torchembed.sharding.planning.distinct_rows import expected_distinct, expected_misses
-from torchembed.sharding.planning.loads import Everywhere, Load
-from torchembed.sharding.planning.memory_budget import MemoryBudget, check_hosts, memory_budget
+from torchembed.sharding.planning.distinct_rows import expected_distinct
+from torchembed.sharding.planning.memory_budget import memory_budget
 from torchembed.sharding.planning.plan import place_table
 from torchembed.sharding.planning.plan_report import report_plan
 from torchembed.tables import HashFactory, HostMemory
-from torchembed.tables.tiers import TieredGroup
 
 LINE = 16 * 4 * 2
 """Bytes of a row of 16 columns with Adagrad's state."""
 
-
-def stored(num_rows: int, *features: str, storage: HostMemory | None, dim: int = 16) -> TableUse:
-    use = make_use(num_rows, dim, *features)
-    return dataclasses.replace(use, spec=dataclasses.replace(use.spec, storage=storage))
-
-
-def topology_of(num_nodes: int, ranks_per_node: int, memory_bytes: int, /, **host: Any) -> Topology:
-    topology = make_topology(num_nodes, ranks_per_node, memory_bytes)
-    return dataclasses.replace(topology, host=Host(**host))
-
-
-# How many rows of a batch a cache does not hold.
-
-
-@pytest.mark.parametrize("cached", [0, 100, 500, 999])
-def test_of_uniform_ids_the_share_that_is_not_cached_is_missing(cached: int) -> None:
-    touched = 1000 * -math.expm1(-300 / 1000)
-    missing = expected_misses(1000, ((300.0, 0.0),), cached)
-    assert missing == pytest.approx((1 - cached / 1000) * touched, rel=1e-9)
-    assert expected_misses(1000, ((300.0, 0.0),), 1000) == 0
-
-
-def test_skewed_ids_are_missing_as_in_a_cache_of_the_rows_used_last() -> None:
-    """Against such a cache; its mean over batches is within three in a hundred."""
-    num_rows, num_ids, num_cached, exponent = 5000, 200, 800, 1.1
-    rows = np.arange(1.0, num_rows + 2)
-    shares = np.diff((rows ** (1 - exponent) - 1) / (1 - exponent))
-    generator = np.random.default_rng(0)
-    cache: collections.OrderedDict[int, None] = collections.OrderedDict()
-    missing = []
-    for _ in range(600):
-        batch = np.unique(generator.choice(num_rows, num_ids, p=shares / shares.sum()))
-        missing.append(sum(row not in cache for row in batch.tolist()))
-        for row in batch.tolist():
-            cache[row] = None
-            cache.move_to_end(row)
-        while len(cache) > num_cached:
-            cache.popitem(last=False)
-    found = expected_misses(num_rows, ((float(num_ids), exponent),), num_cached)
-    assert np.mean(missing[100:]) == pytest.approx(found, rel=0.03)
-
-
-# What a placed table costs.
-
-
-def test_a_table_in_the_host_costs_its_cache_and_its_misses() -> None:
-    planner = Planner(batch_size=10)
-    use = stored(1000, "f", storage=HostMemory(cache_rows=100))
-    model = cost_model(planner, make_topology(1, 2))
-    plan = place_table("t", use.spec, Placement.TABLE_WISE, (1,))
-    assert plan.storage == HostMemory(cache_rows=100)
-    (load,), _ = model.table_loads(use, plan)
-    on_device = place_table("t", make_use(1000, 16, "f").spec, Placement.TABLE_WISE, (1,))
-    (without,), _ = model.table_loads(use, on_device)
-    assert without[Load.HELD] - load[Load.HELD] == pytest.approx(
-        1000 * LINE - (100 * (LINE + 18) + 4 * 1000)
-    )
-    assert load[Load.HOST] == 1000 * LINE
-    touched = 1000 * -math.expm1(-20 / 1000)
-    assert load[Load.FETCHED] == pytest.approx(0.9 * touched * LINE)
-    np.testing.assert_array_equal(load[: Load.HELD], without[: Load.HELD])
-
-
-@pytest.mark.parametrize("placement", ["row_wise", "column_wise"])
-def test_each_rank_caches_rows_of_its_part(placement: str) -> None:
-    """Ranks that divide rows miss those of theirs, and ranks that divide columns miss the same."""
-    planner = Planner(batch_size=10)
-    use = stored(1000, "f", storage=HostMemory(cache_rows=100))
-    model = cost_model(planner, make_topology(1, 2))
-    loads, _ = model.table_loads(use, place_table("t", use.spec, Placement(placement), (0, 1)))
-    touched = 1000 * -math.expm1(-20 / 1000)
-    for load in loads:
-        if placement == "row_wise":
-            assert load[Load.HOST] == 500 * LINE
-            assert load[Load.FETCHED] == pytest.approx(0.8 * touched / 2 * LINE)
-        else:
-            assert load[Load.HOST] == 1000 * LINE / 2
-            assert load[Load.FETCHED] == pytest.approx(0.9 * touched * LINE / 2)
-
-
-def test_time_on_links() -> None:
-    topology = topology_of(2, 2, 10**9, access_bandwidth=100.0)
-    model = cost_model(Planner(), topology)
-    loads = np.zeros((4, len(Load)))
-    loads[:, Load.FETCHED] = (200, 300, 0, 50)
-    assert model.fetch_seconds(loads).tolist() == [2, 3, 0, 0.5]
-    without = model.rank_seconds(np.zeros((4, len(Load))), Everywhere())
-    assert (model.rank_seconds(loads, Everywhere()) - without).tolist() == [2, 3, 0, 0.5]
-    assert model.holder_seconds(loads).tolist() == [2, 3, 0, 0.5]
-
-
-def test_the_rate_of_the_host() -> None:
-    def rate(ranks_per_node: int, **rates: float) -> float:
-        return topology_of(1, ranks_per_node, 1, **rates).host_bandwidth
-
-    assert [rate(n) for n in (1, 4, 8)] == [35e9, 35e9, 32e9]
-    assert rate(1, link_bandwidth=25e9) == 25e9
-    assert rate(2, node_bandwidth=60e9, access_bandwidth=50e9) == 30e9
-
-
-def test_on_cpus_rows_in_the_host_take_the_memory_of_ranks() -> None:
-    topology = dataclasses.replace(make_topology(1, 2), devices_are_hosts=True)
-    use = stored(1000, "f", storage=HostMemory(cache_rows=100))
-    model = cost_model(Planner(batch_size=10), topology)
-    plan = place_table("t", use.spec, Placement.TABLE_WISE, (0,))
-    (load,), _ = model.table_loads(use, plan)
-    assert load[Load.HOST] == 0
-    report = report_plan(ShardingPlan(num_ranks=2, tables=(plan,)), {"t": use}, model)
-    assert report.ranks[0].weight_bytes == 1000 * LINE + 100 * (LINE + 18) + 4000
-    assert Topology.of_hardware(CPU, ranks_per_node=1).devices_are_hosts
-
-
-# Plans as data and as text.
 
 sizes = st.integers(1, 10**12)
 storages = st.builds(HostMemory, cache_rows=sizes) | st.builds(HostMemory, cache_bytes=sizes)
@@ -167,7 +43,7 @@ storages = st.builds(HostMemory, cache_rows=sizes) | st.builds(HostMemory, cache
 
 @hypothesis.given(storage=st.none() | storages)
 def test_storages_come_back_from_json(storage: HostMemory | None) -> None:
-    specs = {"t": stored(10, "f", storage=storage).spec, "u": make_use(5, 8, "g").spec}
+    specs = {"t": make_stored_use(10, "f", storage=storage).spec, "u": make_use(5, 8, "g").spec}
     plan = make_plan(specs, 2)
     assert plan.table("t").storage == storage
     assert ShardingPlan.from_json(plan.to_json()) == plan
@@ -201,7 +77,7 @@ def test_plans_name_tiers() -> None:
         "b": HostMemory(cache_rows=1234),
         "c": HostMemory(cache_bytes=2048),
     }
-    specs = {name: stored(10, "f", storage=s).spec for name, s in storages.items()}
+    specs = {name: make_stored_use(10, "f", storage=s).spec for name, s in storages.items()}
     lines = str(make_plan(specs, 1)).splitlines()
     assert [re.split(r"  +", line)[-1] for line in lines] == [
         "storage",
@@ -222,7 +98,7 @@ def test_tables_that_grow_are_on_devices() -> None:
     ):
         make_plan({"t": spec}, 1)
     use = dataclasses.replace(use, spec=dataclasses.replace(spec, storage=None))
-    topology = topology_of(1, 1, 10**6, memory_bytes=10**9)
+    topology = make_host_topology(1, 1, 10**6, memory_bytes=10**9)
     with pytest.raises(ValueError, match="tables do not fit: "):
         Planner(batch_size=10).plan({"t": use}, topology)
     single = dataclasses.replace(make_use(20_000, 16, "f"), must_be_on_device=True)
@@ -235,7 +111,9 @@ def test_dynamic_tables_have_their_ids_on_the_device() -> None:
     num_rows = index.rows_for(20_000)
     use = make_use(num_rows, 16, "f")
     use = dataclasses.replace(use, spec=dataclasses.replace(use.spec, index=index))
-    report = Planner(batch_size=10).plan({"t": use}, topology_of(1, 1, 10**6, memory_bytes=10**9))
+    report = Planner(batch_size=10).plan(
+        {"t": use}, make_host_topology(1, 1, 10**6, memory_bytes=10**9)
+    )
     storage = report.plan.table("t").storage
     assert storage is not None and storage.cache_rows is not None
     (rank,) = report.ranks
@@ -247,30 +125,15 @@ def test_dynamic_tables_have_their_ids_on_the_device() -> None:
     assert budget.needed_bytes == rank.held_bytes and budget.host_bytes == rank.host_bytes
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"memory_bytes": -1}, "memory_bytes of a host must not be negative, got -1"),
-        ({"link_bandwidth": 0}, "link_bandwidth of a host must be positive, got 0"),
-    ],
-)
-def test_bad_hosts_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        Host(**settings)
-
-
-# What a planner places where.
-
-
 def test_tables_keep_the_storage_of_their_configs() -> None:
     """And their costs are reported: a cache of 100 of 1000 rows holds one in ten of uniform ids."""
     tables = {
-        "host": stored(1000, "f", storage=HostMemory(cache_rows=100)),
-        "more": stored(1000, "g", storage=HostMemory(cache_bytes=250 * LINE)),
+        "host": make_stored_use(1000, "f", storage=HostMemory(cache_rows=100)),
+        "more": make_stored_use(1000, "g", storage=HostMemory(cache_bytes=250 * LINE)),
         "device": make_use(10, 16, "h"),
     }
     planner = Planner(batch_size=20, placements=("table_wise",))
-    topology = topology_of(1, 1, 10**9, memory_bytes=10**9)
+    topology = make_host_topology(1, 1, 10**9, memory_bytes=10**9)
     report = planner.plan(tables, topology)
     assert [plan.storage for plan in report.plan.tables] == [
         use.spec.storage for use in tables.values()
@@ -306,7 +169,7 @@ def skewed() -> tuple[dict[str, TableUse], Planner]:
 def test_what_misses_least_goes_to_the_host() -> None:
     tables, planner = skewed()
     whole = 100_000 * LINE
-    topology = topology_of(1, 1, int(1.5 * whole), memory_bytes=3 * whole)
+    topology = make_host_topology(1, 1, int(1.5 * whole), memory_bytes=3 * whole)
     report = planner.plan(tables, topology)
     on = {plan.table: plan.storage for plan in report.plan.tables}
     assert on["most"] is None
@@ -317,17 +180,19 @@ def test_what_misses_least_goes_to_the_host() -> None:
         assert storage.cache_rows >= model.touched(tables[name], 2)
     assert report.ranks[0].held_bytes <= topology.memory_bytes
     # Of a table that all devices hold together nothing is taken from them.
-    roomy = planner.plan(tables, topology_of(1, 4, int(1.5 * whole), memory_bytes=3 * whole))
+    roomy = planner.plan(tables, make_host_topology(1, 4, int(1.5 * whole), memory_bytes=3 * whole))
     assert all(plan.storage is None for plan in roomy.plan.tables)
 
 
 def test_each_cache_has_kernels_of_its_own() -> None:
     """Tables of one cache size share a group on a rank; of two sizes they do not."""
-    topology = dataclasses.replace(topology_of(1, 1, 10**9, memory_bytes=10**9), kernel_seconds=1.0)
+    topology = dataclasses.replace(
+        make_host_topology(1, 1, 10**9, memory_bytes=10**9), kernel_seconds=1.0
+    )
     seconds = []
     for sizes in ((100, 100), (100, 101)):
         tables = {
-            f"t{number}": stored(1000, "f", storage=HostMemory(cache_rows=size))
+            f"t{number}": make_stored_use(1000, "f", storage=HostMemory(cache_rows=size))
             for number, size in enumerate(sizes)
         }
         (rank,) = Planner(batch_size=4).plan(tables, topology).ranks
@@ -338,25 +203,26 @@ def test_each_cache_has_kernels_of_its_own() -> None:
 def test_ranks_of_a_node_share_its_memory() -> None:
     """What one host has room for once, its two ranks do not place there twice."""
     tables = {
-        name: stored(100_000, name, storage=HostMemory(cache_rows=100)) for name in ("a", "b")
+        name: make_stored_use(100_000, name, storage=HostMemory(cache_rows=100))
+        for name in ("a", "b")
     }
     planner = Planner(batch_size=10, placements=("table_wise",))
     whole = 100_000 * LINE
-    one_node = topology_of(1, 2, 10**9, memory_bytes=whole)
+    one_node = make_host_topology(1, 2, 10**9, memory_bytes=whole)
     with pytest.raises(
         ValueError, match=r"Node 0 would need 24\.41 MiB of the memory of its host, and has 12\.21"
     ):
         planner.plan(tables, one_node)
-    report = planner.plan(tables, topology_of(2, 1, 10**9, memory_bytes=whole))
+    report = planner.plan(tables, make_host_topology(2, 1, 10**9, memory_bytes=whole))
     assert sorted(plan.shards[0].rank for plan in report.plan.tables) == [0, 1]
-    enough = planner.plan(tables, topology_of(1, 2, 10**9, memory_bytes=2 * whole))
+    enough = planner.plan(tables, make_host_topology(1, 2, 10**9, memory_bytes=2 * whole))
     assert sum(rank.host_bytes for rank in enough.ranks) == 2 * whole
 
 
 def test_what_fits_nowhere_is_refused_with_all_sums() -> None:
     tables = {"t": make_use(10**7, 16, "t")}
     planner = Planner(batch_size=100)
-    topology = topology_of(1, 2, 10**8, memory_bytes=2 * 10**8)
+    topology = make_host_topology(1, 2, 10**8, memory_bytes=2 * 10**8)
     with pytest.raises(ValueError, match="tables do not fit: in the best plan found") as error:
         planner.plan(tables, topology)
     assert (
@@ -369,7 +235,7 @@ def test_what_fits_nowhere_is_refused_with_all_sums() -> None:
 def test_constraints_keep_tables_on_devices() -> None:
     tables, planner = skewed()
     whole = 100_000 * LINE
-    topology = topology_of(1, 1, int(1.5 * whole), memory_bytes=3 * whole)
+    topology = make_host_topology(1, 1, int(1.5 * whole), memory_bytes=3 * whole)
     exact = place_table("less", tables["less"].spec, Placement.TABLE_WISE, (0,))
     constrained = dataclasses.replace(planner, constraints={"less": TableConstraint(exact=exact)})
     plan = constrained.plan(tables, topology).plan
@@ -382,7 +248,9 @@ def test_constraints_keep_tables_on_devices() -> None:
 
 tables_anywhere = st.lists(
     st.builds(
-        lambda rows, dim, feature, storage: stored(rows, feature, storage=storage, dim=dim),
+        lambda rows, dim, feature, storage: make_stored_use(
+            rows, feature, storage=storage, dim=dim
+        ),
         st.integers(1, 20_000),
         st.sampled_from((4, 8, 24)),
         st.sampled_from(("f0", "f1")),
@@ -410,7 +278,7 @@ def test_no_plan_takes_more_than_there_is(
     host_bytes: int,
     distinct_ids: int | None,
 ) -> None:
-    topology = topology_of(num_nodes, ranks_per_node, memory_bytes, memory_bytes=host_bytes)
+    topology = make_host_topology(num_nodes, ranks_per_node, memory_bytes, memory_bytes=host_bytes)
     features = sorted({feature for use in tables.values() for feature in use.features})
     planner = Planner(
         batch_size=16,
@@ -438,7 +306,7 @@ def test_no_plan_takes_more_than_there_is(
 def test_working_sets_of_two_batches_are_cached() -> None:
     """Also where the devices have room for no more: fewer rows would be an error in a step."""
     tables, planner = skewed()
-    topology = topology_of(1, 1, 10**7, memory_bytes=10**9)
+    topology = make_host_topology(1, 1, 10**7, memory_bytes=10**9)
     report = planner.plan(tables, topology)
     model = cost_model(planner, topology)
     for plan in report.plan.tables:
@@ -459,95 +327,3 @@ def test_real_machines_have_hosts() -> None:
     assert topology.host_bandwidth == 32e9
     assert not topology.devices_are_hosts
     assert Topology.of_hardware(H200, ranks_per_node=8).host.memory_bytes == 0
-
-
-# The memory that shard_embeddings checks.
-
-
-def budget_of(
-    use: TableUse, rank: int = 0, *, is_on_host: bool = False, free: int = 10**6
-) -> MemoryBudget:
-    plan = make_plan({"t": use.spec}, 2, {"t": "row_wise"})
-    budget = memory_budget(
-        plan,
-        {"t": use},
-        rank,
-        report=None,
-        rule=UpdateRule(kind=optim.Adagrad.kind),
-        dense_bytes=0,
-        free_bytes=10**9,
-        host_free_bytes=free,
-        is_on_host=is_on_host,
-    )
-    return dataclasses.replace(budget, host="h")
-
-
-def test_budgets_tell_devices_and_hosts_apart() -> None:
-    budget = budget_of(stored(1000, "f", storage=HostMemory(cache_bytes=100 * LINE + 7)))
-    assert budget.row_bytes == budget.state_bytes == 100 * LINE / 2
-    assert budget.index_bytes == 500 * 4 + 100 * 18
-    assert budget.host_bytes == 500 * LINE
-    assert str(budget).endswith("; and 62.5 KiB of its host")
-    budget = budget_of(stored(1000, "f", storage=HostMemory(cache_rows=10**6)))
-    assert budget.row_bytes == 500 * LINE / 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_memory_that_a_table_takes(dtype: torch.dtype) -> None:
-    """Of real tables, but for what each group has once: a row that is none, counters, and the ends
-    of keys."""
-    storage = HostMemory(cache_rows=300)
-    config = EmbeddingBagConfig(
-        name="t",
-        num_embeddings=5000,
-        embedding_dim=16,
-        feature_names=("f",),
-        dtype=dtype,
-        storage=storage,
-    )
-    module = EmbeddingBagCollection([config])
-    optimizer = optim.Adagrad(module.parameters(), lr=0.1)
-    module(SparseFeatures.from_dict({"f": [list(range(200))]})).values().sum().backward()
-    optimizer.step()
-    (group,) = module.table_set.groups
-    assert isinstance(group, TieredGroup)
-    found = [group.weight, *group.states, *group.cache]
-    if group._slot_keys is not None:
-        found += vars(group._slot_keys).values()
-    use = table_uses(torch.nn.ModuleDict({"bags": module}))["bags.embedding_bags.t"]
-    budget = memory_budget(
-        make_plan({"t": use.spec}, 1),
-        {"t": use},
-        0,
-        report=None,
-        rule=UpdateRule(kind=optim.Adagrad.kind),
-        dense_bytes=0,
-        free_bytes=10**9,
-    )
-    assert (group._slot_keys is not None) == (dtype is torch.bfloat16)
-    taken = sum(tensor.nbytes for tensor in found)
-    assert 0 <= taken - budget.needed_bytes <= 512
-    held = [group.stored_weight, *group.stored_states]
-    assert budget.host_bytes == sum(tensor.nbytes for tensor in held)
-
-
-@pytest.mark.parametrize("is_on_host", [False, True])
-def test_ranks_of_a_host_need_its_memory_together(is_on_host: bool) -> None:
-    use = stored(1000, "f", storage=HostMemory(cache_rows=100))
-    needed = 2 * 500 * LINE
-    if is_on_host:
-        needed += 2 * (100 * (LINE + 18) + 500 * 4)
-    for free in (needed, needed - 1):
-        budgets = [budget_of(use, rank, is_on_host=is_on_host, free=free) for rank in (0, 1)]
-        if free == needed:
-            check_hosts(budgets)
-            continue
-        with pytest.raises(
-            ValueError,
-            match=r"^tables do not fit: ranks 0-1 will take .* KiB of the .* KiB free memory of "
-            r"their host\. Use more nodes, a 16-bit dtype",
-        ):
-            check_hosts(budgets)
-        check_hosts([budgets[0], dataclasses.replace(budgets[1], host="other")])
-        unknown = [dataclasses.replace(budget, host_free_bytes=None) for budget in budgets]
-        check_hosts(unknown)

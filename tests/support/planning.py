@@ -1,7 +1,9 @@
 """Tables, topologies and planners for tests, and every plan that a planner may choose from."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import hypothesis.strategies as st
 import torch
@@ -10,6 +12,7 @@ from torchembed import optim
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import (
+    Host,
     Planner,
     PlanReport,
     ShardingPlan,
@@ -22,7 +25,7 @@ from torchembed.sharding.planning.costs import CostModel
 from torchembed.sharding.planning.options import table_options
 from torchembed.sharding.planning.plan import as_placement
 from torchembed.sharding.planning.plan_report import report_plan
-from torchembed.tables import TableSpec
+from torchembed.tables import HostMemory, TableSpec
 
 
 def make_topology(num_nodes: int, ranks_per_node: int, memory_bytes: int = 10**12) -> Topology:
@@ -42,6 +45,22 @@ def make_use(
 ) -> TableUse:
     spec = TableSpec(name="t", num_rows=num_rows, dim=dim, dtype=dtype)
     return TableUse(spec=spec, features=features, pooled=pooled)
+
+
+def make_stored_use(
+    num_rows: int, *features: str, storage: HostMemory | None, dim: int = 16
+) -> TableUse:
+    """A float32 table whose rows are in ``storage``; None: on the device."""
+    use = make_use(num_rows, dim, *features)
+    return dataclasses.replace(use, spec=dataclasses.replace(use.spec, storage=storage))
+
+
+def make_host_topology(
+    num_nodes: int, ranks_per_node: int, memory_bytes: int, /, **host: Any
+) -> Topology:
+    """:func:`make_topology` with a ``host`` of each node."""
+    topology = make_topology(num_nodes, ranks_per_node, memory_bytes)
+    return dataclasses.replace(topology, host=Host(**host))
 
 
 def dlrm_dcnv2() -> tuple[dict[str, TableUse], dict[str, float]]:

@@ -18,7 +18,8 @@ part, its activations, the collectives' own buffers and gaps of the allocator.""
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host:
     """What the ranks of one node share beside their devices: memory for tables' rows, and how fast
-    GPUs reach it. The rates are measured ones of PCIe 5.0 with 16 lanes for each of eight GPUs."""
+    GPUs reach it. The rates are those of PCIe 5.0 with 16 lanes for each of eight GPUs; both
+    directions are taken to reach them at the same time."""
 
     memory_bytes: int = 0
     """Memory of the node that rows may take, of all its ranks together."""
