@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchembed
 from tests.support.rank_processes import IMPORTED
 from tests.support.tiny_model import KEYS, TinyModel, make_batch, make_optimizers, step_by_hand
-from torchembed import LFU, Dynamic, EmbeddingBagConfig, MinimumCount
+from torchembed import LFU, Dynamic, EmbeddingBagConfig, HostMemory, MinimumCount
 from torchembed.core import ranks
 from torchembed.training import CheckpointFolder, TrainingRun
 
@@ -41,12 +41,16 @@ class DataPosition:
 
 
 def table_config(*, name: str, num_embeddings: int, **others: Any) -> EmbeddingBagConfig:
-    """A static table, and a dynamic one that has rows for some of its ids only."""
-    dynamic = None
+    """A static table in host memory, and a dynamic one that has rows for some of its ids only."""
+    dynamic, storage = None, None
+    if name == KEYS[0]:
+        storage = HostMemory(cache_rows=num_embeddings // 2)
     if name == KEYS[1]:
         num_embeddings //= 2
         dynamic = Dynamic(eviction=LFU(), admission=MinimumCount(2))
-    return EmbeddingBagConfig(name=name, num_embeddings=num_embeddings, dynamic=dynamic, **others)
+    return EmbeddingBagConfig(
+        name=name, num_embeddings=num_embeddings, dynamic=dynamic, storage=storage, **others
+    )
 
 
 def new_run() -> TrainingRun:
