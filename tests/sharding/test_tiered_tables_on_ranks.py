@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
 from tests.support.ranks import run_on_ranks
@@ -20,6 +21,7 @@ from tests.support.sharded_cases import (
 from tests.support.stored_modules import StoredModules, batches, largest_batch, train_by_hand
 from torchembed import HostMemory
 from torchembed.optim import Adam
+from torchembed.sharding.transport.global_rows import mesh_on
 from torchembed.training import TrainPipeline
 
 ROW_WISE = dict.fromkeys("abcd", "row_wise")
@@ -41,6 +43,16 @@ CASES = [
 
 NUM_STEPS, NUM_RANKS = 9, 2
 PLACEMENTS = ("row_wise", "table_wise", "column_wise", "row_wise", "table_wise", "row_wise")
+
+
+def _ranks_of_meshes() -> tuple[list[int], list[int], str]:
+    mesh = init_device_mesh("cpu", (2,))
+    other = mesh_on(mesh, "meta")
+    return mesh.mesh.tolist(), other.mesh.tolist(), other.device_type
+
+
+def test_a_mesh_for_another_device_has_the_same_ranks() -> None:
+    assert run_on_ranks(2, _ranks_of_meshes) == [([0, 1], [0, 1], "meta")] * 2
 
 
 def test_refuses_tables_that_every_rank_would_hold() -> None:

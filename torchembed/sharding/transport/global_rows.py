@@ -33,9 +33,23 @@ def global_tensor(local: Tensor, *, mesh: DeviceMesh, dim: int, size: int) -> Te
     # DTensor is told the whole shape and stride: it would otherwise take all parts to be as long as
     # this one, while the last may be shorter.
     whole = local.new_empty(shape, device="meta")
+    if not local.is_meta:
+        mesh = mesh_on(mesh, local.device.type)
     return DTensor.from_local(
         local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def mesh_on(mesh: DeviceMesh, device_type: str) -> DeviceMesh:
+    """A mesh of the ranks of ``mesh``, which has one dimension, for tensors on ``device_type``.
+
+    A ``DTensor`` of rows in host memory has one of its own, since DTensor would copy them to the
+    GPU. It shares the process group, so that ``full_tensor()`` of rows in host memory needs one
+    that has a backend for the CPU, too.
+    """
+    if mesh.device_type == device_type:
+        return mesh
+    return DeviceMesh.from_group(mesh.get_group(), device_type)
 
 
 def stacked_tensor(local: Tensor, *, mesh: DeviceMesh) -> Tensor:
