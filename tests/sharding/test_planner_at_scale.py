@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
 import re
 import time
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.support.planning import dlrm_dcnv2, make_topology, make_use
-from tests.support.source_tree import ROOT, run_python_or_fail
 from torchembed import optim
 from torchembed.sharding import H200, Placement, Planner, PlanReport, Topology
 
@@ -108,16 +106,18 @@ def test_many_tables_take_seconds() -> None:
     assert report.balance < 1.15
 
 
-def test_bench_prints_draws_and_writes(tmp_path: Path) -> None:
+def test_bench_prints_draws_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("tyro", reason="the bench needs tyro")
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    from bench.planning.plan import main
+
     picture, plan = tmp_path / "plan.png", tmp_path / "plan.json"
-    printed = run_python_or_fail(
-        *("-W", "ignore", "-m", "bench.planning.plan", "--num-ranks", "8"),
-        *("--picture", str(picture), "--json", str(plan)),
-        cwd=ROOT,
-        OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
-    )
+    files = ("--picture", str(picture), "--json", str(plan))
+    monkeypatch.setattr("sys.argv", ["plan", "--num-ranks", "8", *files])
+    main()
+    printed = capsys.readouterr().out
     assert printed.startswith("26 tables on 1 node(s) of 8 rank(s), 8192 samples a rank\n")
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert json.loads(plan.read_text())["num_ranks"] == 8
