@@ -163,12 +163,12 @@ class TieredGroup(TableGroup):
         self.write_back()
         like = convert(self.weight[:0])
         stored = self._stored_weight
-        if stored.is_meta or like.is_meta or self.device != like.device:
-            made = host_tensor(stored.shape, like.dtype, like.device)
-            if not stored.is_meta and not like.is_meta:
-                made.copy_(stored)
-            return ConvertedRows(made, like.device)
-        return ConvertedRows(stored.to(like.dtype), like.device)
+        if (stored.dtype, self.device) == (like.dtype, like.device):
+            return ConvertedRows(stored, like.device)
+        made = host_tensor(stored.shape, like.dtype, like.device)
+        if not stored.is_meta and not like.is_meta:
+            made.copy_(stored)
+        return ConvertedRows(made, like.device)
 
     def convert(self, rows: ConvertedRows) -> None:
         was_meta, (weight, device) = self._stored_weight.is_meta, rows
