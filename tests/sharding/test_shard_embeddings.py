@@ -59,8 +59,6 @@ def refusals() -> dict[str, str]:
     too_large, wide = one_table(1 << 40, 128), one_table(1 << 20, 1 << 18)
     one_process = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("mesh", "node", "rank"))
     stored_model = make_model(dataclasses.replace(MIXED, stored=("a",)), "meta")
-    bag = nn.Module()
-    bag.bag = torchembed.EmbeddingBag(10, 4, mode="sum", device="meta")
     attempts: dict[str, tuple[Any, ...]] = {
         "three dimensions": (make_model(MIXED), init_device_mesh("cpu", (1, 1, 2))),
         "other nodes": (make_model(MIXED), init_device_mesh("cpu", (2, 1)), plan),
@@ -72,7 +70,6 @@ def refusals() -> dict[str, str]:
         "other ranks": (make_model(MIXED), mesh, wrong_ranks),
         "meta": (on_meta, mesh),
         "another storage": (stored_model, mesh, in_host("tables.embedding_bags.a", stored_model)),
-        "a single module": (bag, mesh, in_host("bag", bag)),
         "host": (wide, mesh, in_host("tables.embedding_bags.t", wide)),
         "memory": (too_large, mesh, {"tables.embedding_bags.t": "table_wise"}),
     }
@@ -237,9 +234,7 @@ def test_refusals() -> None:
             "other ranks": "plan is for 4 ranks, but mesh has 2",
             "meta": "parameters ['top.weight', 'top.bias'] are on the meta device",
             "another storage": "plan's storage of table tables.embedding_bags.a must be "
-            "HostMemory(cache_rows=48, cache_bytes=None), as its config says, got HostMemory(",
-            "a single module": "plan's storage of table bag must be None, for a module of one "
-            "table, got HostMemory(cache_rows=7, cache_bytes=None); take it out of the plan",
+            "HostMemory(cache_rows=48, cache_bytes=None), as the model says, got HostMemory(",
             "host": "tables do not fit: ranks 0-1 will take 1 TiB of the ",
             "memory": "tables do not fit: rank 0 will take 512 TiB of",
         }

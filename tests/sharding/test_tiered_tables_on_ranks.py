@@ -20,7 +20,9 @@ from tests.support.sharded_cases import (
 )
 from tests.support.stored_modules import StoredModules, batches, largest_batch, train_by_hand
 from torchembed import HostMemory
+from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.optim import Adam
+from torchembed.sharding import make_plan
 from torchembed.sharding.transport.global_rows import mesh_on
 from torchembed.training import TrainPipeline
 
@@ -77,12 +79,18 @@ def test_sharded_equals_unsharded_on_the_device(num_ranks: int) -> None:
 
 
 def modules_on_rank(storage: HostMemory | None) -> list[Any]:
-    """On a rank: the losses and the rows of each module by a loop, eager and captured steps."""
+    """On a rank: the losses and the rows of each module by a loop, eager and captured steps; the
+    modules have the storage in one case, and the plan in the others."""
     found, rank = [], dist.get_rank()
     placements = {f"tables.{number}": placement for number, placement in enumerate(PLACEMENTS)}
     for capture in (None, False, True):
-        model = StoredModules(storage)
-        torchembed.shard_embeddings(model, made_mesh("cpu", 1), placements)
+        is_planned = capture is not None
+        model = StoredModules(None if is_planned else storage)
+        plan = make_plan(table_specs(model), NUM_RANKS, placements)
+        if is_planned:
+            tables = [dataclasses.replace(table, storage=storage) for table in plan.tables]
+            plan = dataclasses.replace(plan, tables=tuple(tables))
+        torchembed.shard_embeddings(model, made_mesh("cpu", 1), plan)
         of = batches(NUM_STEPS, first=rank, stride=NUM_RANKS)
         if capture is None:
             losses = train_by_hand(model, of)

@@ -45,7 +45,6 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
             features=(name,),
             pooled=isinstance(module, EmbeddingBag),
             module=name,
-            must_be_on_device=True,
         )
         for name, module in single_tables(model).items()
     }
@@ -242,15 +241,12 @@ def checked_plan(
             f"plan is for {plan.num_nodes} nodes, but mesh has {num_nodes(mesh)}; a mesh of "
             "several has two dimensions, nodes and ranks in a node"
         )
-    singles, parameters = single_tables(model), dict(model.named_parameters())
     for given in plan.tables:
         ranks, spec = [shard.rank for shard in given.shards], specs[given.table]
-        is_single = given.table in singles
-        if given.storage != spec.storage and (spec.storage is not None or is_single):
-            reason = "for a module of one table" if is_single else "as its config says"
+        if spec.storage not in (None, given.storage):
             raise ValueError(
-                f"plan's storage of table {given.table} must be {spec.storage}, {reason}, got "
-                f"{given.storage}; take it out of the plan, or change the model"
+                f"plan's storage of table {given.table} must be {spec.storage}, as the model says, "
+                f"got {given.storage}; make the plan for this model, or change the model"
             )
         spec = dataclasses.replace(spec, storage=given.storage)
         made = place_table(given.table, spec, given.placement, ranks)
@@ -261,6 +257,7 @@ def checked_plan(
                 f"plan of table {given.table} must divide {spec.num_rows} rows of {spec.dim} "
                 f"columns as place_table does, got {given}"
             )
+    singles, parameters = single_tables(model), dict(model.named_parameters())
     replaced = {
         name: parameters[f"{name}.weight"]
         for name in specs

@@ -101,8 +101,8 @@ def shard_embeddings(
             tensors too, as ``init_process_group("cpu:gloo,cuda:nccl")`` makes it.
         plan: a plan; a planner, or ``"auto"`` for ``Planner()``, to place every table by cost (see
             :func:`plan_embeddings`); or placements of some tables by name (see
-            :func:`~torchembed.sharding.make_plan` for the others). Tables of collections that it
-            places in host memory are created there.
+            :func:`~torchembed.sharding.make_plan` for the others). Tables that it places in
+            host memory are created there.
         wire: the precision in which vectors and their gradients are exchanged; their own by
             default.
         transport: the exchange of vectors and gradients. ``WireTransport.PUSH`` is for the GPUs of

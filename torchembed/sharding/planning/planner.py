@@ -48,8 +48,7 @@ class Planner:
     Tables whose configs name a storage keep it. Where the others do not fit the devices of GPUs,
     some go to the memory of the hosts, behind caches on the devices: those of which the rows that
     caches will miss take the least time for the memory that they free. A cache has room for the
-    rows of two batches at least. Dynamic tables that grow stay on the devices, and so do those of
-    modules of one table.
+    rows of two batches at least. Dynamic tables that grow stay on the devices.
     """
 
     batch_size: int = 1024
@@ -218,7 +217,7 @@ class Planner:
     @staticmethod
     def _is_movable(use: TableUse, constraint: TableConstraint | None) -> bool:
         """True for a table whose storage neither its config nor a constraint says."""
-        if use.spec.storage is not None or use.spec.index.grows or use.must_be_on_device:
+        if use.spec.storage is not None or use.spec.index.grows:
             return False
         if constraint is None or constraint.placements is None:
             return constraint is None or constraint.exact is None

@@ -23,8 +23,6 @@ class TableUse:
     output_dtype: torch.dtype = torch.float32
     module: str = ""
     """Name of the module that the table belongs to; tables of one module may grow at once."""
-    must_be_on_device: bool = False
-    """True for a table that has no rows in host memory but by its own config."""
 
     def table_group(self, num_columns: int, storage: HostMemory | None = None) -> Hashable:
         """Key that is equal for the shards which a rank looks up and updates in one call."""
