@@ -256,7 +256,9 @@ def test_a_weight_changes_in_place_after_it_was_written_back() -> None:
 def test_refuses_a_weight_that_changed_under_the_cache() -> None:
     batches = BATCHES["fixed"]
     model = Ranker(HostMemory(cache_rows=NUM_IDS))
-    by_hand(model, batches[:2])
+    by_hand(model, batches[:1])
+    model.tables.write_back()
+    by_hand(model, batches[1:2])
     with torch.no_grad():
         model.tables.embedding_bags["a"].weight.mul_(0.5)
     with pytest.raises(

@@ -27,6 +27,7 @@ LONGEST_FIRST = (
     "tests/modules/test_programs_of_collections.py",
     "tests/modules/test_programs_of_dynamic_tables.py",
     "tests/modules/test_programs_of_single_tables.py",
+    "tests/modules/test_tiered_modules.py",
     "tests/step/test_joined_calls.py",
     "tests/step/test_changes_on_ranks.py",
     "tests/sharding/test_dynamic_tables_on_ranks.py",

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from torchembed.core.stand_ins import in_transform
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables import Admission, FetchedRows, TieredGroup
@@ -15,7 +16,8 @@ def fetch_rows(
     admission: Admission | None,
     report: BadIdReport,
 ) -> FetchedRows | None:
-    """Bring ``rows [L]`` of a batch to the device; None where the tables are frozen.
+    """Bring ``rows [L]`` of a batch to the device; None where the tables are frozen, and inside
+    a transform of ``torch.func``.
 
     Args:
         runs: of ``rows``, where they are known.
@@ -25,6 +27,8 @@ def fetch_rows(
     Raises:
         RuntimeError: as ``report`` does.
     """
+    if in_transform():
+        return None  # the lookup says why it cannot be trained here
     if runs is None:
         runs = find_runs(rows, group.num_rows)
     fetched = group.fetch(runs, admission)

@@ -33,6 +33,13 @@ class IndexInStateDict(nn.Module):
         """The table; None where other ranks hold it alone."""
         return self._table
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles take the rows as they are now, wherever these are."""
+        table = self._indexed_table
+        if table is not None and hasattr(table, "group"):
+            table.group.write_back()
+        return super().__getstate__()  # type: ignore[misc]
+
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:

@@ -211,6 +211,8 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
     ) -> Tensor:
         """Rows of the table, -1 for ids that have none."""
         if torch.compiler.is_compiling():
+            if self.storage is not None:
+                self._table_set.follow_parameters()
             return traced_rows(
                 features,
                 [self._table],

@@ -111,6 +111,8 @@ def _source(
     """What a lookup of ``rows [L]`` of ``group`` reads."""
     is_tiered = isinstance(group, TieredGroup)
     if not is_tiered or not all(table.holds_parameter() for table in group.tables):
+        # What stands in place of a parameter may be made of it, as by a parametrization.
+        group.write_back()
         weight, is_recorded = group_weight(group)
         return _Source(weight, rows, sink if is_recorded else None)
     if fetched is not None:

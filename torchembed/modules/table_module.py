@@ -372,6 +372,8 @@ class TableModule(nn.Module):
         self._table_set.form_groups()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TableModule":
+        for group in self.tiered_groups():
+            group.check_convertible(fn)
         # What stands for recorded gradients under weight.grad would be converted by itself.
         for group in self._table_set.current_groups():
             if group.joined is not None:
@@ -408,7 +410,6 @@ class TableModule(nn.Module):
         """Give the rows of a table of the module their initial values again, and their optimizer
         state its own, in place; which ids have them stays."""
         table.fill_initial_rows()
-        table.group.write_back()
         for state in table.group.stored_states:
             table.group.table_rows(state, table).fill_(table.group.initial_state)
 

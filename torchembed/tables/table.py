@@ -194,6 +194,7 @@ class Table:
     def fill_initial_rows(self) -> None:
         """Give every row the value that the table's initializer, seed and the row's id define."""
         if not self.parameter.is_meta:
+            self.group.write_back()
             row_ids = self.group.row_ids(self)
             if isinstance(row_ids, Tensor):
                 row_ids = row_ids.to(self.parameter.device)
@@ -204,6 +205,7 @@ class Table:
                 self.first_column,
                 self.spec.num_rows,
             )
+            self.group.forget_cached()
 
     def holds_ids(self) -> bool:
         """True if ids were inserted into a dynamic table; waits for its device."""

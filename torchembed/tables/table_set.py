@@ -120,9 +120,14 @@ class TableSet:
     def follow_parameters(self) -> int:
         """:meth:`current_groups` for Dynamo, which calls it while it traces; the number of groups.
 
-        Dynamo traces again where a parameter is frozen, and finds other groups then.
+        Dynamo traces again where a parameter is frozen, and finds other groups then. Tables in host
+        memory are brought up to date: an exported program is saved with what their parameters hold.
         """
-        return len(self.current_groups())
+        groups = self.current_groups()
+        with making_real_tensors():
+            for group in groups:
+                group.write_back()
+        return len(groups)
 
     # What torch.compiler.assume_constant_result does, which would import Dynamo at once.
     follow_parameters._dynamo_marked_constant = True  # type: ignore[attr-defined]

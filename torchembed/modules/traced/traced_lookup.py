@@ -17,6 +17,7 @@ from torchembed.modules.traced.lookup_of_tables import (
     pooled_lookup_of_tables,
     sequence_lookup_of_tables,
 )
+from torchembed.modules.traced.stored_rows import read_rows_of_tables
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import MissingVectors, Table
 
@@ -45,6 +46,14 @@ def _is_recorded(tables: Sequence[Table]) -> bool:
             "make the optimizer without these"
         )
     return True
+
+
+def _read_rows(tables: Sequence[Table], rows: Tensor) -> tuple[Tensor, Tensor]:
+    """``[L, D]``, a copy of each of ``rows`` of ``tables`` in host memory, and the row ``[L]`` of
+    that for each of them; -1 for none."""
+    weights = [table.held_weight() for table in tables]
+    read = read_rows_of_tables(weights, rows)
+    return read, torch.where(rows < 0, -1, torch.arange(rows.shape[0], device=rows.device))
 
 
 def _weights_and_anchor(tables: Sequence[Table]) -> tuple[list[Tensor], Tensor | None]:
@@ -82,6 +91,16 @@ def traced_vectors(
         found = traced_vectors(tables, rows, output_dtype, form)
         return found + look_up_in(
             *missing, tables=tables, sink=None, output_dtype=found.dtype, weight_form=form
+        )
+    if tables[0].spec.storage is not None:
+        read, places = _read_rows(tables, rows)
+        return look_up_in(
+            read,
+            places,
+            tables=tables,
+            sink=None,
+            output_dtype=output_dtype,
+            weight_form=WeightGradient.DENSE,
         )
     weights, anchor = _weights_and_anchor(tables)
     if anchor is None and len(tables) == 1:
@@ -134,6 +153,22 @@ def traced_pooled(
             weight_form=form,
         )
         return (found + others).to(dtype)
+    if tables[0].spec.storage is not None:
+        read, places = _read_rows(tables, rows)
+        return look_up_pooled_in(
+            read,
+            places,
+            tables=tables,
+            offsets=features.offsets,
+            hotness=None,
+            batch_size=features.batch_size,
+            num_features=sum(num_features),
+            per_id_weights=features.weights,
+            pooling=pooling,
+            sink=None,
+            output_dtype=output_dtype,
+            weight_form=WeightGradient.DENSE,
+        )
     weights, anchor = _weights_and_anchor(tables)
     if anchor is None and len(tables) == 1:
         return look_up_pooled_in(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.features import SparseFeatures
 from torchembed.core.row_caches import RowCache
 from torchembed.ops.initialize_rows import initialize_rows
@@ -159,6 +160,16 @@ class TieredGroup(TableGroup):
         self._tell_row_bytes()
         self.step = torch.zeros(1, device=device)
 
+    def check_convertible(self, convert: Callable[[Tensor], Tensor]) -> None:
+        """Raise ``TypeError`` where ``convert`` gives the rows a dtype that caches do not hold."""
+        dtype = convert(self.weight[:0]).dtype
+        if dtype not in FLOAT_DTYPES:
+            names = ", ".join(table.spec.name for table in self.tables)
+            raise TypeError(
+                f"tables {names} in host memory must be float32, float16 or bfloat16, got {dtype} "
+                "to convert them to; leave them out, or keep them on the device"
+            )
+
     def converted(self, convert: Callable[[Tensor], Tensor]) -> ConvertedRows:
         self.write_back()
         like = convert(self.weight[:0])
@@ -294,6 +305,7 @@ class TieredGroup(TableGroup):
         """
         versions = self._versions()
         if versions == self._versions_known:
+            self._was_emptied = False
             return
         if not self._was_emptied and self.cache.is_dirty.any():
             names = ", ".join(table.spec.name for table in self.tables)
