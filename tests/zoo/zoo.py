@@ -11,6 +11,7 @@ from tests.zoo.random_habits import RANDOM
 from tests.zoo.schedule_habits import SCHEDULES
 from tests.zoo.sequence_models import SEQUENCES
 from tests.zoo.state_habits import STATE
+from tests.zoo.stored_tables import STORED
 from tests.zoo.task_models import TASKS
 from tests.zoo.value_habits import VALUES
 
@@ -29,5 +30,6 @@ FAMILIES = (
     VALUES,
     DYNAMIC,
     DYNAMIC_MODULES,
+    STORED,
 )
 ENTRIES = {entry.name: entry for family in FAMILIES for entry in family.entries}
