@@ -45,7 +45,8 @@ def test_a_command_that_is_cut_into_lines_is_found() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_programs(page: Path) -> None:
     for module in commands_of(page.read_text()):
-        file = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        path = ROOT.joinpath(*module.split("."))
+        file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         assert file.exists(), f"{module} is no module"
         assert '__name__ == "__main__"' in file.read_text(), f"{module} is no program"
 
