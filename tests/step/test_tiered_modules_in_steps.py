@@ -15,7 +15,7 @@ from tests.support.stored_modules import (
 )
 from tests.support.tape import taped_captures
 from tests.support.tiny_training import assert_same_state, results_of, state_of
-from torchembed import Embedding, EmbeddingBag, HostMemory
+from torchembed import Dynamic, Embedding, EmbeddingBag, HostMemory
 from torchembed.ops.row_cache import CacheCounter
 from torchembed.optim import SGD, Adagrad, Adam
 from torchembed.training import TrainPipeline
@@ -63,6 +63,23 @@ def test_modules_equal_those_on_the_device(
             assert ("graph" in map(str, steps.kinds)) is (way != "eager")
         assert found == losses
         assert (num_refused(model) > 0) is (way != "eager" and cache_rows < NUM_IDS)
+    assert_same_state(model, state_of(expected))
+
+
+@pytest.mark.parametrize("capture", [None, False, True], ids=["by hand", "eager", "captured"])
+def test_dynamic_modules_equal_those_on_the_device(capture: bool | None) -> None:
+    expected = StoredModules(None, dynamic=Dynamic())
+    losses = train_by_hand(expected, batches(NUM_STEPS))
+    model, of = (
+        StoredModules(HostMemory(cache_rows=CACHE_ROWS), dynamic=Dynamic()),
+        batches(NUM_STEPS),
+    )
+    if capture is None:
+        assert train_by_hand(model, of) == losses
+    else:
+        optimizer = Adam.with_dense(model.parameters(), lr=0.05)
+        with TrainPipeline(model, None, [optimizer], device="cpu", capture=capture) as steps:
+            assert [steps.progress(of).loss.item() for _ in range(NUM_STEPS)] == losses
     assert_same_state(model, state_of(expected))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchembed import Embedding, EmbeddingBag, HostMemory
+from torchembed import Dynamic, Embedding, EmbeddingBag, HostMemory
 from torchembed.optim import Adam
 
 NUM_IDS, DIM, PADDING = 40, 4, 2
@@ -20,11 +20,16 @@ class StoredModules(nn.Module):
     tables: Any
 
     def __init__(
-        self, storage: HostMemory | None, device: str | None = None, dtype: Any = None
+        self,
+        storage: HostMemory | None,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+        dynamic: Dynamic | None = None,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        settings: dict[str, Any] = {"storage": storage, "device": device, "dtype": dtype}
+        settings: dict[str, Any] = {"device": device, "dtype": dtype}
+        settings |= {"storage": storage, "dynamic": dynamic}
         padded = {**settings, "padding_idx": PADDING}
         self.tables = nn.ModuleList(
             [
