@@ -9,6 +9,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_configs import DataType, data_type_to_sparse_type
 
 from torchembed.tables import HostMemory
@@ -76,6 +77,16 @@ def unsupported_cache(fused_params: Mapping[str, Any], data_type: DataType) -> s
         if name in fused_params and fused_params[name] not in values:
             return f"its {name} is {fused_params[name]}"
     return None
+
+
+def planned_storage(sharding: ParameterSharding, num_rows: int) -> HostMemory | None:
+    """The storage of a table whose largest part has ``num_rows``, by TorchRec's plan of it; None
+    for the device. Tables that share a cache give each other room beyond it."""
+    if sharding.compute_kernel not in IN_HOST_MEMORY:
+        return None
+    params = sharding.cache_params
+    factor = None if params is None else params.load_factor
+    return shared_cache([num_rows], [factor or DEFAULT_LOAD_FACTOR])
 
 
 def shared_cache(num_rows: Sequence[int], load_factors: Sequence[float]) -> HostMemory:

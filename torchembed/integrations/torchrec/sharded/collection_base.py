@@ -20,7 +20,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchembed.integrations.torchrec.plans.dynamic_tables import is_dynamic, note_settings
-from torchembed.integrations.torchrec.plans.host_memory import note_host_memory
+from torchembed.integrations.torchrec.plans.host_memory import note_host_memory, planned_storage
 from torchembed.integrations.torchrec.plans.settings import output_dtype
 from torchembed.integrations.torchrec.sharded.hashed_ids import with_hashed_ids
 from torchembed.integrations.torchrec.sharded.index_state import IndexedTables, keep_in_state
@@ -197,4 +197,5 @@ def _table_plan(
         placement=placement,
         shards=tuple(shards),
         takes_any_id=is_dynamic(config),
+        storage=planned_storage(sharding, max((shard.num_rows for shard in shards), default=0)),
     )
