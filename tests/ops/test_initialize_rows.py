@@ -290,7 +290,7 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "num_new": (ValueError, r"^num_new must hold 1 elements", {"num_new": torch.tensor([1, 2])}),
     "device": (
         ValueError,
-        r"^ids must be on cpu as weight is, got meta; call \.to\('cpu'\)$",
+        r"^ids must be on cpu as rows is, got meta; call \.to\('cpu'\)$",
         {"ids": torch.zeros(6, dtype=torch.int64, device="meta")},
     ),
 }

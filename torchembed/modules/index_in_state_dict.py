@@ -37,7 +37,7 @@ class IndexInStateDict(nn.Module):
         """Copies and pickles take the rows as they are now, wherever these are."""
         table = self._indexed_table
         if table is not None and hasattr(table, "group"):
-            table.group.write_back()
+            table.write_back()
         return super().__getstate__()  # type: ignore[misc]
 
     def _save_to_state_dict(
@@ -45,7 +45,7 @@ class IndexInStateDict(nn.Module):
     ) -> None:
         table = self._indexed_table
         if table is not None:
-            table.group.write_back()
+            table.write_back()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         contents = {} if table is None else table.index_contents()
         for name, tensor in contents.items():
@@ -63,7 +63,7 @@ class IndexInStateDict(nn.Module):
     ) -> None:
         table = self._indexed_table
         if table is not None:
-            table.group.write_back()
+            table.write_back()
         checked: CheckedIndex | None = None
         weight = state_dict.get(f"{prefix}weight")
         if table is not None and table.spec.num_ids is None:
@@ -83,7 +83,7 @@ class IndexInStateDict(nn.Module):
             error_msgs,
         )
         if table is not None:
-            table.group.forget_cached()
+            table.forget_cached()
         if table is not None and checked is not None:
             load_index(table, checked, strict, missing_keys, unexpected_keys, error_msgs)
 

@@ -67,7 +67,7 @@ class _Anchor(torch.autograd.Function):
     """The flat weight, made to require gradients by a parameter that itself gets none."""
 
     @staticmethod
-    def forward(ctx: FunctionContext, weight: Tensor, parameter: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, parameter: Tensor, weight: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)  # or autograd fills zeros of the whole weight's size
         return weight.detach()
 
@@ -105,7 +105,7 @@ def group_weight(group: TableGroup, weight: Tensor | None = None) -> GroupWeight
                 "record gradients inside a transform of torch.func; pass their weights by "
                 "torch.func.functional_call, or freeze them by requires_grad_(False)"
             )
-        return GroupWeight(_Anchor.apply(weight, parameters[0]), True)
+        return GroupWeight(_Anchor.apply(parameters[0], weight), True)
     if in_transform():
         return GroupWeight(torch.cat(parameters) if len(parameters) > 1 else parameters[0], False)
     return GroupWeight(_GroupWeight.apply(group.weight, group.first_rows, *parameters), False)

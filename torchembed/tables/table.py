@@ -212,6 +212,16 @@ class Table:
         digests = self.index_contents().get("digests")
         return digests is not None and not digests.is_meta and bool(digests.any())
 
+    def write_back(self) -> None:
+        """:meth:`TableGroup.write_back`, of the table's group."""
+        if hasattr(self, "group"):  # not of a copy, before its module has formed groups
+            self.group.write_back()
+
+    def forget_cached(self) -> None:
+        """:meth:`TableGroup.forget_cached`, likewise."""
+        if hasattr(self, "group"):
+            self.group.forget_cached()
+
     def load_index_contents(self, contents: Mapping[str, Tensor]) -> None:
         """Copy what :meth:`index_contents` of a table of as many rows gave."""
         if not hasattr(self, "group"):

@@ -282,7 +282,8 @@ class ShardedCollection(StagedCollection[B, R, V]):
     @property
     def admission_changes_tables(self) -> bool:
         # The same on ranks that hold no part of such a table: steps are chosen by it.
-        return any(plan.takes_any_id for plan in self._plans) or self.fetches_rows
+        is_planned = any(plan.takes_any_id for plan in self._plans) or self.fetches_rows
+        return is_planned or super().admission_changes_tables
 
     @property
     def fetches_rows(self) -> bool:
