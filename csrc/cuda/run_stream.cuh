@@ -44,25 +44,25 @@ class RunStream {
 
   // The next batch; one of no occurrences where all are taken. Its gradients are not looked up.
   __device__ Batch next() {
-    // A chunk may come between two blocks, where no sum of a run has begun.
-    if (!is_counted_) {
-      while (chunks_ == 0 && next_windows_ < num_windows()) load_windows();
-      if (chunks_ != 0) {
-        const int first = __ffs(chunks_) - 1;
-        const uint32_t window = next_windows_ + (first - kLanes) * num_warps_;
-        // As many windows ahead as there are warps, so that no chunk is left for the end.
-        const uint32_t reached =
-            has_block_ ? __shfl_sync(kAllLanes, start_, 0) / kChunk + num_warps_ : 0xFFFFFFFFu;
-        if (window <= reached) return chunk_of(first, window);
+    for (;;) {
+      if (!is_counted_) {
+        // A chunk may come between two blocks, where no sum of a run has begun.
+        while (chunks_ == 0 && next_windows_ < num_windows()) load_windows();
+        if (chunks_ != 0) {
+          const int first = __ffs(chunks_) - 1;
+          const uint32_t window = next_windows_ + (first - kLanes) * num_warps_;
+          // As many windows ahead as there are warps, so that no chunk is left for the end.
+          const uint32_t reached =
+              has_block_ ? __shfl_sync(kAllLanes, start_, 0) / kChunk + num_warps_ : 0xFFFFFFFFu;
+          if (window <= reached) return chunk_of(first, window);
+        }
+        if (!has_block_) return {};
+        count_occurrences();
       }
-    }
-    while (has_block_) {
-      if (!is_counted_) count_occurrences();
-      if (done_ < num_occurrences_) break;
+      if (done_ < num_occurrences_) return occurrences_of_block();
+      // A block of long runs alone: the chunks that it did not reach may follow.
       load_block();
     }
-    if (!has_block_) return {};
-    return occurrences_of_block();
   }
 
   // Turns the positions of the batch's occurrences into the rows of their gradients.

@@ -1,6 +1,7 @@
 """After a capture that fails, the process goes on as if there had been none."""
 
 import collections
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,7 @@ from torchembed.step.batches.bucketized_buffers import BucketizedBuffers
 from torchembed.step.batches.input_buffers import InputBuffers
 from torchembed.step.engines.captured_call import CapturedCall
 from torchembed.step.engines.collective_capture import failure_on_any_rank
+from torchembed.step.graph_capture import captured_graph
 from torchembed.step.watches.host_state import HostState
 from torchembed.training import TrainPipeline
 
@@ -147,3 +149,25 @@ def test_random_numbers_put_back_leave_dropout_of_cudnn_alone(device: torch.devi
 
     for found, expected in zip(outputs(True), outputs(False), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_garbage_that_holds_a_graph_does_not_break_a_capture(device: torch.device) -> None:
+    total = torch.zeros(1, device=device)
+    stream = torch.cuda.Stream(device)
+
+    def makes_objects() -> None:
+        total.add_(1)
+        assert len([[number] for number in range(10_000)]) == 10_000
+
+    garbage: list[object] = [captured_graph(makes_objects, stream)]
+    garbage.append(garbage)
+    del garbage
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        graph = captured_graph(makes_objects, stream)
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
+    graph.replay()
+    assert total.item() == 1

@@ -367,13 +367,14 @@ class ModelledModule:
         assert len(np.unique(places)) == len(places)
         held.slots[places] = slots.cpu().numpy()
         table.group.write_back()
-        held.rows[places] = table.parameter.detach()[slots].cpu().numpy()
+        stored = slots.to(table.parameter.device)
+        held.rows[places] = table.parameter.detach()[stored].cpu().numpy()
         held.touched[places] = contents["touched"][slots].cpu().numpy()
         scores = contents.get("scores", contents["touched"])
         held.scores[places] = scores[slots].cpu().numpy()
         if not self._is_sgd:
             (sums,) = table.group.stored_states
-            held.sums[places] = table.group.table_rows(sums, table)[slots].cpu().numpy()
+            held.sums[places] = table.group.table_rows(sums, table)[stored].cpu().numpy()
         return held
 
     def check(self) -> None:

@@ -29,7 +29,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 def assert_same_state(model: nn.Module, expected: dict[str, Tensor]) -> None:
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, expected[name]), name
+        assert torch.equal(tensor.to(expected[name].device), expected[name]), name
 
 
 def by_hand(batches: Sequence[Batch], device: torch.device) -> tuple[list[float], Any]:

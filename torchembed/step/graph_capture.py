@@ -1,7 +1,8 @@
 """CUDA graphs whose capture may fail and leaves the process as it was."""
 
 import contextlib
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +31,7 @@ def captured_graph(
     graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     try:
         # Where a capture fails, the inner context leaves ``stream`` the current one.
-        with torch.cuda.stream(stream), _capturing(graph, stream, pool):
+        with _nothing_collected(), torch.cuda.stream(stream), _capturing(graph, stream, pool):
             call()
     except BaseException:
         _clean_up(graph, stream, pool)
@@ -44,6 +45,18 @@ def _capturing(
     # In the mode "global" calls of other threads, such as those that read batches and sort ids,
     # would break the capture.
     return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keep Python from collecting garbage: a graph in it, which CUDA destroys, breaks a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 _failed: list[torch.cuda.CUDAGraph] = []
