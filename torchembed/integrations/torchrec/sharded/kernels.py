@@ -1,8 +1,8 @@
 """TorchRec's four embedding kernels over torchembed's tables."""
 
 import dataclasses
-from collections.abc import ItemsView, Mapping, Sequence, ValuesView
-from typing import Any, TypeAlias, TypedDict, cast
+from collections.abc import Callable, ItemsView, Mapping, Sequence, ValuesView
+from typing import Any, Generic, TypeAlias, TypedDict, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbeddingBag,
     EmbeddingFusedOptimizer,
 )
+from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import data_type_to_sparse_type
@@ -103,19 +104,6 @@ def _storages(config: GroupedEmbeddingConfig) -> list[HostMemory | None]:
     return [by_width[table.local_cols] for table in tables]
 
 
-def _table_arguments(
-    config: GroupedEmbeddingConfig, pooling: PoolingMode, feature_tables: Sequence[int]
-) -> _TableArguments:
-    precision: SparseType = data_type_to_sparse_type(config.data_type)
-    return {
-        "tables": _local_tables(config, precision.as_dtype()),
-        "feature_tables": feature_tables,
-        "pooling": _POOLINGS[pooling],
-        "precision": precision,
-        "output_dtype": output_dtype(config),
-    }
-
-
 class _StatesOfTable(dict[str, Any]):
     """Names and tensors of a table's optimizer states, which are up to date when they are read."""
 
@@ -136,152 +124,116 @@ class _StatesOfTable(dict[str, Any]):
         return super().values()
 
 
-def _make_fused(
-    kernel: "FusedBags | FusedSequences",
-    pg: dist.ProcessGroup | None,
-    device: torch.device | None,
-    pooling: PoolingMode,
-) -> None:
-    """Finish a fused kernel's ``__init__``, where TorchRec's own would make FBGEMM's tables."""
-    config = kernel.config
-    kind = HostTables if in_host_memory(config) else FusedTables
-    tables = kind(
-        **_table_arguments(config, pooling, kernel._feature_table_map),
-        device=device or torch.device("cpu"),
-        settings=update_settings(config),
-    )
-    kernel._emb_module = tables  # type: ignore[assignment]
-    kernel._optim = EmbeddingFusedOptimizer(config, tables, pg)  # type: ignore[arg-type]
-    if isinstance(tables, HostTables):
-        of_tables = kernel._optim.state.items()
-        kernel._optim.state = {table: _StatesOfTable(s, tables) for table, s in of_tables}
-    kernel.init_parameters()
+_Held = TypeVar("_Held", FusedTables, DenseTables)
 
 
-def _make_dense(
-    kernel: "DenseBags | DenseSequences", device: torch.device | None, pooling: PoolingMode
-) -> None:
-    """Finish a dense kernel's ``__init__``, as :func:`_make_fused` does a fused one's."""
-    config = kernel.config
-    tables = DenseTables(
-        **_table_arguments(config, pooling, kernel._feature_table_map),
-        device=device or torch.device("cpu"),
-    )
-    counts = kernel.table_name_to_count.copy()
-    kernel._emb_module = tables  # type: ignore[assignment]
-    by_table = dense_parameters_by_table(tables, counts, config)  # type: ignore[arg-type]
-    kernel._param_per_table = dict(by_table)
-    kernel.init_parameters()
+class _TablesKernel(BaseEmbedding, Generic[_Held]):
+    """A kernel over tables of torchembed, which it makes where TorchRec's makes FBGEMM's."""
+
+    _feature_table_map: list[int]
+    init_parameters: Callable[[], None]
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None,
+        device: torch.device | None,
+        *sharding_type: ShardingType | None,
+    ) -> None:
+        # The __init__ of TorchRec's kernel would allocate FBGEMM's tables; that of its base does
+        # not.
+        base = BaseBatchedEmbeddingBag if self._is_pooled else BaseBatchedEmbedding
+        base.__init__(self, config, pg, device, *sharding_type)  # type: ignore[arg-type]
+        self._make_tables(self._table_arguments(), device or torch.device("cpu"), pg)
+        self.init_parameters()
+
+    @property
+    def _is_pooled(self) -> bool:
+        return isinstance(self, BaseBatchedEmbeddingBag)
+
+    def _table_arguments(self) -> _TableArguments:
+        config = self.config
+        precision: SparseType = data_type_to_sparse_type(config.data_type)
+        pooling = self._pooling if isinstance(self, BaseBatchedEmbeddingBag) else PoolingMode.NONE
+        return {
+            "tables": _local_tables(config, precision.as_dtype()),
+            "feature_tables": self._feature_table_map,
+            "pooling": _POOLINGS[pooling],
+            "precision": precision,
+            "output_dtype": output_dtype(config),
+        }
+
+    def _make_tables(
+        self, arguments: _TableArguments, device: torch.device, pg: dist.ProcessGroup | None
+    ) -> None:
+        """Set what TorchRec's kernel sets of its tables."""
+        raise NotImplementedError
+
+    @property
+    def tables(self) -> _Held:
+        """The tables that the kernel looks up in."""
+        return cast("_Held", self._emb_module)
+
+    def forward(self, features: KeyedJaggedTensor, *_: object) -> Tensor:
+        """The vectors of ``features``, ``[B, columns]`` or, without pooling, ``[L, D]``.
+
+        Weights of ``features``, if floating point, multiply the vectors that are pooled.
+        """
+        weights = features.weights_or_none() if self._is_pooled else None
+        if weights is not None:
+            # TorchRec keeps other things in weights that are no floating point numbers.
+            weights = weights.float() if weights.is_floating_point() else None
+        return self.tables(features.values(), features.offsets(), weights)
 
 
-def look_up(
-    tables: FusedTables | DenseTables, features: KeyedJaggedTensor, *, weighted: bool
-) -> Tensor:
-    """The vectors of ``features``, ``[B, columns]`` or, without pooling, ``[L, D]``.
+class _FusedKernel(_TablesKernel[FusedTables]):
+    """A kernel whose backward updates the tables."""
 
-    Args:
-        weighted: whether the weights of ``features``, if floating point, multiply the vectors.
-    """
-    weights = features.weights_or_none() if weighted else None
-    if weights is not None:
-        # TorchRec keeps other things in weights that are no floating point numbers.
-        weights = weights.float() if weights.is_floating_point() else None
-    return tables(features.values(), features.offsets(), weights)
+    def _make_tables(
+        self, arguments: _TableArguments, device: torch.device, pg: dist.ProcessGroup | None
+    ) -> None:
+        config = self.config
+        kind = HostTables if in_host_memory(config) else FusedTables
+        tables = kind(**arguments, device=device, settings=update_settings(config))
+        self._emb_module = tables
+        self._optim = EmbeddingFusedOptimizer(config, tables, pg)  # type: ignore[arg-type]
+        if isinstance(tables, HostTables):
+            of_tables = self._optim.state.items()
+            self._optim.state = {table: _StatesOfTable(s, tables) for table, s in of_tables}
 
 
-class FusedBags(BatchedFusedEmbeddingBag):
+class DenseKernel(_TablesKernel[DenseTables]):
+    """A kernel whose tables get ordinary gradients."""
+
+    table_name_to_count: dict[str, int]
+
+    def _make_tables(
+        self, arguments: _TableArguments, device: torch.device, pg: dist.ProcessGroup | None
+    ) -> None:
+        tables, counts = DenseTables(**arguments, device=device), self.table_name_to_count.copy()
+        self._emb_module = tables
+        by_table = dense_parameters_by_table(tables, counts, self.config)  # type: ignore[arg-type]
+        self._param_per_table = dict(by_table)
+
+    def parameter_of(self, table: str) -> Tensor:
+        """The parameter that TorchRec's optimizers know for ``table``."""
+        return self._param_per_table[table]
+
+
+class FusedBags(_FusedKernel, BatchedFusedEmbeddingBag):
     """Kernel of pooled vectors whose backward updates the tables."""
 
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        pg: dist.ProcessGroup | None,
-        device: torch.device | None,
-        sharding_type: ShardingType | None = None,
-    ) -> None:
-        # BatchedFusedEmbeddingBag's own __init__ would allocate FBGEMM's tables.
-        BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
-        _make_fused(self, pg, device, self._pooling)
 
-    @property
-    def tables(self) -> FusedTables:
-        """The tables that the kernel looks up in."""
-        return cast("FusedTables", self._emb_module)
-
-    def forward(self, features: KeyedJaggedTensor, *_: object) -> Tensor:
-        return look_up(self.tables, features, weighted=True)
-
-
-class DenseBags(BatchedDenseEmbeddingBag):
+class DenseBags(DenseKernel, BatchedDenseEmbeddingBag):
     """Kernel of pooled vectors whose tables get ordinary gradients."""
 
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        pg: dist.ProcessGroup | None,
-        device: torch.device | None,
-        sharding_type: ShardingType | None = None,
-    ) -> None:
-        BaseBatchedEmbeddingBag.__init__(self, config, pg, device, sharding_type)
-        _make_dense(self, device, self._pooling)
 
-    @property
-    def tables(self) -> DenseTables:
-        """The tables that the kernel looks up in."""
-        return cast("DenseTables", self._emb_module)
-
-    def parameter_of(self, table: str) -> Tensor:
-        """The parameter that TorchRec's optimizers know for ``table``."""
-        return self._param_per_table[table]
-
-    def forward(self, features: KeyedJaggedTensor, *_: object) -> Tensor:
-        return look_up(self.tables, features, weighted=True)
-
-
-class FusedSequences(BatchedFusedEmbedding):
+class FusedSequences(_FusedKernel, BatchedFusedEmbedding):
     """Kernel of a vector for each id whose backward updates the tables."""
 
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        pg: dist.ProcessGroup | None,
-        device: torch.device | None,
-    ) -> None:
-        BaseBatchedEmbedding.__init__(self, config, pg, device)
-        _make_fused(self, pg, device, PoolingMode.NONE)
 
-    @property
-    def tables(self) -> FusedTables:
-        """The tables that the kernel looks up in."""
-        return cast("FusedTables", self._emb_module)
-
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return look_up(self.tables, features, weighted=False)
-
-
-class DenseSequences(BatchedDenseEmbedding):
+class DenseSequences(DenseKernel, BatchedDenseEmbedding):
     """Kernel of a vector for each id whose tables get ordinary gradients."""
-
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        pg: dist.ProcessGroup | None,
-        device: torch.device | None,
-    ) -> None:
-        BaseBatchedEmbedding.__init__(self, config, pg, device)
-        _make_dense(self, device, PoolingMode.NONE)
-
-    @property
-    def tables(self) -> DenseTables:
-        """The tables that the kernel looks up in."""
-        return cast("DenseTables", self._emb_module)
-
-    def parameter_of(self, table: str) -> Tensor:
-        """The parameter that TorchRec's optimizers know for ``table``."""
-        return self._param_per_table[table]
-
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return look_up(self.tables, features, weighted=False)
 
 
 Kernel: TypeAlias = FusedBags | DenseBags | FusedSequences | DenseSequences

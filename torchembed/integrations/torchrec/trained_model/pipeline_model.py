@@ -14,7 +14,7 @@ from torchembed.integrations.torchrec.batches.conversion import (
     RestoredFeatures,
     TorchrecBatchForm,
 )
-from torchembed.integrations.torchrec.sharded.kernels import DenseBags, DenseSequences
+from torchembed.integrations.torchrec.sharded.kernels import DenseKernel
 from torchembed.integrations.torchrec.trained_model.collection_views import collection_view
 from torchembed.integrations.torchrec.trained_model.dense_parameters import (
     AliasedParameter,
@@ -54,7 +54,7 @@ class PipelineModel(nn.Module):
         self.table_optimizers: list[TablesOptimizer] = []
         replicated: list[AliasedParameter] = []
         for kernel in (kernel for sharded in self._sharded for kernel in sharded.kernels):
-            if isinstance(kernel, (DenseBags, DenseSequences)):
+            if isinstance(kernel, DenseKernel):
                 replicated += _aliased_tables(kernel)
             else:
                 self.table_optimizers.append(TablesOptimizer(kernel.tables))
@@ -108,7 +108,7 @@ class _ViewForward(NamedTuple):
         return self.view(original)
 
 
-def _aliased_tables(kernel: DenseBags | DenseSequences) -> list[AliasedParameter]:
+def _aliased_tables(kernel: DenseKernel) -> list[AliasedParameter]:
     """Pairs of the parameters that TorchRec's optimizers know and the tables' own."""
     tables = [table for group in kernel.tables.groups for table in group.tables]
     for table in tables:
