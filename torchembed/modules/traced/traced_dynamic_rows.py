@@ -7,6 +7,7 @@ holds the hash tables as they were when it was exported.
 
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torchembed.modules.forward_admission import (
     check_not_admitted_ahead,
     is_trial,
 )
+from torchembed.modules.traced.program_op import define_program_op
 from torchembed.ops.hash_table import int64_keys
 from torchembed.ops.hash_table.schema import find_slots_op
 from torchembed.ops.linearize_ids.reference import id_features
@@ -62,19 +64,23 @@ def features_of_program(
     )
 
 
-def _admitted(
-    num_admissions: Tensor,
-    values: Tensor,
-    offsets: Tensor | None,
-    hotness: Sequence[int],
-    batch_size: int,
-    is_valid: Tensor | None,
-    tables: Sequence[int],
-    first_rows: Sequence[int],
-    is_trained: bool,
-    rows_dtype: torch.dtype,
-) -> Tensor:
-    looked_up = [table_numbered(number) for number in tables]
+class _Admission(NamedTuple):
+    """The arguments of ``torchembed::admitted_rows``."""
+
+    num_admissions: Tensor
+    values: Tensor
+    offsets: Tensor | None
+    hotness: Sequence[int]
+    batch_size: int
+    is_valid: Tensor | None
+    tables: Sequence[int]
+    first_rows: Sequence[int]
+    is_trained: bool
+    rows_dtype: torch.dtype
+
+
+def _admitted(batch: _Admission) -> Tensor:
+    looked_up = [table_numbered(number) for number in batch.tables]
     group = looked_up[0].group
     if any(table.group is not group for table in looked_up):
         names = ", ".join(table.spec.name for table in looked_up)
@@ -83,18 +89,21 @@ def _admitted(
             "more, since some of them were frozen, moved or given another optimizer; compile the "
             "model again after such changes"
         )
-    features = features_of_program(values, offsets, hotness, batch_size, len(looked_up))
+    features = features_of_program(
+        batch.values, batch.offsets, batch.hotness, batch.batch_size, len(looked_up)
+    )
     numbers = tuple(group.tables.index(table) for table in looked_up)
     slots = slots_of_program(group, numbers)
-    rows = slots.route(features, OnBadId.ZERO, torch.int64, is_valid).rows
-    if is_trained and not is_trial():
+    rows = slots.route(features, OnBadId.ZERO, torch.int64, batch.is_valid).rows
+    if batch.is_trained and not is_trial():
         check_not_admitted_ahead(group)
-        rows = group.admit(slots, features, rows, is_valid, admission_in_forward(None))
-    num_admissions.add_(1)
+        rows = group.admit(slots, features, rows, batch.is_valid, admission_in_forward(None))
+    batch.num_admissions.add_(1)
     shifts = [
-        first - group.first_rows[number] for first, number in zip(first_rows, numbers, strict=True)
+        first - group.first_rows[number]
+        for first, number in zip(batch.first_rows, numbers, strict=True)
     ]
-    return _shifted(rows, shifts, features).to(rows_dtype)
+    return _shifted(rows, shifts, features).to(batch.rows_dtype)
 
 
 def _shifted(rows: Tensor, shifts: Sequence[int], features: SparseFeatures) -> Tensor:
@@ -107,91 +116,64 @@ def _shifted(rows: Tensor, shifts: Sequence[int], features: SparseFeatures) -> T
     return torch.where(rows < 0, -1, rows + of_slots[slots])
 
 
-def _admitted_fake(
-    num_admissions: Tensor,
-    values: Tensor,
-    offsets: Tensor | None,
-    hotness: Sequence[int],
-    batch_size: int,
-    is_valid: Tensor | None,
-    tables: Sequence[int],
-    first_rows: Sequence[int],
-    is_trained: bool,
-    rows_dtype: torch.dtype,
-) -> Tensor:
-    return values.new_empty(values.shape, dtype=rows_dtype)
-
-
-_admitted_op = torch.library.custom_op(
-    "torchembed::admitted_rows",
+_admitted_op = define_program_op(
+    "admitted_rows(Tensor(a!) num_admissions, Tensor values, Tensor? offsets, SymInt[] hotness,"
+    " SymInt batch_size, Tensor? is_valid, int[] tables, int[] first_rows, bool is_trained,"
+    " ScalarType rows_dtype) -> Tensor",
+    _Admission,
     _admitted,
+    lambda batch: batch.values.new_empty(batch.values.shape, dtype=batch.rows_dtype),
     # Tables change, too: their memory is no argument, and what is written of it nobody reads who
     # has not the rows that this returns. The count keeps calls in order, and each of them.
     mutates_args=("num_admissions",),
-    schema="(Tensor(a!) num_admissions, Tensor values, Tensor? offsets, SymInt[] hotness,"
-    " SymInt batch_size, Tensor? is_valid, int[] tables, int[] first_rows, bool is_trained,"
-    " ScalarType rows_dtype) -> Tensor",
     # The replay of a graph would count no batch.
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-_admitted_op.register_fake(_admitted_fake)
 
 
-def _held(
-    values: Tensor,
-    offsets: Tensor | None,
-    hotness: Sequence[int],
-    batch_size: int,
-    is_valid: Tensor | None,
-    digests: Tensor,
-    slot_keys: Tensor,
-    geometry: Tensor,
-    first_shared: Tensor | None,
-    num_shared: int,
-    tables: Sequence[int],
-    shifts: Sequence[int],
-    rows_dtype: torch.dtype,
-) -> Tensor:
-    features = features_of_program(values, offsets, hotness, batch_size, len(tables))
-    device = values.device
-    numbers = torch.tensor([*tables, -1], dtype=torch.int32, device=device)
-    slots = id_features(features.offsets, list(hotness), batch_size, values.numel(), device)
+class _HeldIds(NamedTuple):
+    """The arguments of ``torchembed::rows_of_held_ids``."""
+
+    values: Tensor
+    offsets: Tensor | None
+    hotness: Sequence[int]
+    batch_size: int
+    is_valid: Tensor | None
+    digests: Tensor
+    slot_keys: Tensor
+    geometry: Tensor
+    first_shared: Tensor | None
+    num_shared: int
+    tables: Sequence[int]
+    shifts: Sequence[int]
+    rows_dtype: torch.dtype
+
+
+def _held(ids: _HeldIds) -> Tensor:
+    num_slots, device = len(ids.tables), ids.values.device
+    features = features_of_program(ids.values, ids.offsets, ids.hotness, ids.batch_size, num_slots)
+    numbers = torch.tensor([*ids.tables, -1], dtype=torch.int32, device=device)
+    slots = id_features(
+        features.offsets, list(ids.hotness), ids.batch_size, ids.values.numel(), device
+    )
     of_ids = numbers[slots]
-    if is_valid is not None:
-        of_ids = of_ids.masked_fill(~is_valid, -1)
-    rows = find_slots_op(features.values.contiguous(), of_ids, digests, slot_keys, geometry)
-    if first_shared is not None:
-        rows = with_shared_rows(rows, features.values, of_ids, first_shared, num_shared)
-    return _shifted(rows, shifts, features).to(rows_dtype)
+    if ids.is_valid is not None:
+        of_ids = of_ids.masked_fill(~ids.is_valid, -1)
+    keys = features.values.contiguous()
+    rows = find_slots_op(keys, of_ids, ids.digests, ids.slot_keys, ids.geometry)
+    if ids.first_shared is not None:
+        rows = with_shared_rows(rows, keys, of_ids, ids.first_shared, ids.num_shared)
+    return _shifted(rows, ids.shifts, features).to(ids.rows_dtype)
 
 
-def _held_fake(
-    values: Tensor,
-    offsets: Tensor | None,
-    hotness: Sequence[int],
-    batch_size: int,
-    is_valid: Tensor | None,
-    digests: Tensor,
-    slot_keys: Tensor,
-    geometry: Tensor,
-    first_shared: Tensor | None,
-    num_shared: int,
-    tables: Sequence[int],
-    shifts: Sequence[int],
-    rows_dtype: torch.dtype,
-) -> Tensor:
-    return values.new_empty(values.shape, dtype=rows_dtype)
-
-
-_held_op = torch.library.custom_op(
-    "torchembed::rows_of_held_ids",
-    _held,
-    mutates_args=(),
-    schema="(Tensor values, Tensor? offsets, SymInt[] hotness, SymInt batch_size,"
+_held_op = define_program_op(
+    "rows_of_held_ids(Tensor values, Tensor? offsets, SymInt[] hotness, SymInt batch_size,"
     " Tensor? is_valid, Tensor digests, Tensor slot_keys, Tensor geometry, Tensor? first_shared,"
     " int num_shared, int[] tables, int[] shifts, ScalarType rows_dtype) -> Tensor",
+    _HeldIds,
+    _held,
+    lambda ids: ids.values.new_empty(ids.values.shape, dtype=ids.rows_dtype),
 )
-_held_op.register_fake(_held_fake)
 
 
 def traced_dynamic_rows(

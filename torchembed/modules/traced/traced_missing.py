@@ -5,11 +5,13 @@ A compiled program asks the tables when it runs. An exported one holds their val
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
+from torchembed.modules.traced.program_op import define_program_op
 from torchembed.modules.traced.traced_dynamic_rows import features_of_program, slots_of_program
 from torchembed.ops.initialize_rows import InitialValues
 from torchembed.ops.linearize_ids.reference import id_features
@@ -26,99 +28,82 @@ def _by_position(found: MissingVectors) -> tuple[Tensor, Tensor]:
     return weight[found.rows.clamp_min(0)], places.where(is_missing, -1)
 
 
-def _of_tables(
-    values: Tensor,
-    rows: Tensor,
-    offsets: Tensor | None,
-    hotness: Sequence[int],
-    batch_size: int,
-    is_valid: Tensor | None,
-    tables: Sequence[int],
-    num_columns: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    looked_up = [table_numbered(number) for number in tables]
+class _OfTables(NamedTuple):
+    """The arguments of ``torchembed::missing_of_tables``."""
+
+    values: Tensor
+    rows: Tensor
+    offsets: Tensor | None
+    hotness: Sequence[int]
+    batch_size: int
+    is_valid: Tensor | None
+    tables: Sequence[int]
+    num_columns: int
+    dtype: torch.dtype
+
+
+def _of_tables(ids: _OfTables) -> tuple[Tensor, Tensor]:
+    looked_up = [table_numbered(number) for number in ids.tables]
     group = looked_up[0].group
-    features = features_of_program(values, offsets, hotness, batch_size, len(looked_up))
+    features = features_of_program(
+        ids.values, ids.offsets, ids.hotness, ids.batch_size, len(looked_up)
+    )
     slots = slots_of_program(group, tuple(group.tables.index(table) for table in looked_up))
-    return _by_position(group.missing_vectors(slots, features, rows, is_valid))
+    return _by_position(group.missing_vectors(slots, features, ids.rows, ids.is_valid))
 
 
-def _of_tables_fake(
-    values: Tensor,
-    rows: Tensor,
-    offsets: Tensor | None,
-    hotness: Sequence[int],
-    batch_size: int,
-    is_valid: Tensor | None,
-    tables: Sequence[int],
-    num_columns: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    weight = values.new_empty(values.shape[0], num_columns, dtype=dtype)
-    return weight, values.new_empty(values.shape, dtype=torch.int64)
+def _empty(ids: Tensor, num_columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Results of the shapes that :func:`_by_position` gives for ``ids [L]``."""
+    weight = ids.new_empty(ids.shape[0], num_columns, dtype=dtype)
+    return weight, ids.new_empty(ids.shape, dtype=torch.int64)
 
 
-_of_tables_op = torch.library.custom_op(
-    "torchembed::missing_of_tables",
+_of_tables_op = define_program_op(
+    "missing_of_tables(Tensor values, Tensor rows, Tensor? offsets, SymInt[] hotness,"
+    " SymInt batch_size, Tensor? is_valid, int[] tables, int num_columns, ScalarType dtype)"
+    " -> (Tensor, Tensor)",
+    _OfTables,
     _of_tables,
-    mutates_args=(),
-    schema="(Tensor values, Tensor rows, Tensor? offsets, SymInt[] hotness, SymInt batch_size,"
-    " Tensor? is_valid, int[] tables, int num_columns, ScalarType dtype) -> (Tensor, Tensor)",
+    lambda ids: _empty(ids.values, ids.num_columns, ids.dtype),
 )
-_of_tables_op.register_fake(_of_tables_fake)
 
 
-def _of_constants(
-    values: Tensor,
-    rows: Tensor,
-    offsets: Tensor | None,
-    hotness: Sequence[int],
-    batch_size: int,
-    is_valid: Tensor | None,
-    tables: Sequence[int],
-    constants: Tensor,
-    rows_of_tables: Tensor,
-    is_initial: Tensor,
-    initial: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
-    device = values.device
-    numbers = torch.tensor([*tables, -1], dtype=torch.int32, device=device)
-    of_ids = numbers[id_features(offsets, list(hotness), batch_size, values.numel(), device)]
-    of_ids = of_ids.masked_fill(rows >= 0, -1)
-    if is_valid is not None:
-        of_ids = of_ids.masked_fill(~is_valid, -1)
-    known = InitialValues(*initial) if initial else None
-    found = MissingRows(constants, rows_of_tables, is_initial, known)
+class _OfConstants(NamedTuple):
+    """The arguments of ``torchembed::missing_of_constants``."""
+
+    values: Tensor
+    rows: Tensor
+    offsets: Tensor | None
+    hotness: Sequence[int]
+    batch_size: int
+    is_valid: Tensor | None
+    tables: Sequence[int]
+    constants: Tensor
+    rows_of_tables: Tensor
+    is_initial: Tensor
+    initial: Sequence[Tensor]
+
+
+def _of_constants(ids: _OfConstants) -> tuple[Tensor, Tensor]:
+    values, device = ids.values, ids.values.device
+    numbers = torch.tensor([*ids.tables, -1], dtype=torch.int32, device=device)
+    slots = id_features(ids.offsets, list(ids.hotness), ids.batch_size, values.numel(), device)
+    of_ids = numbers[slots].masked_fill(ids.rows >= 0, -1)
+    if ids.is_valid is not None:
+        of_ids = of_ids.masked_fill(~ids.is_valid, -1)
+    known = InitialValues(*ids.initial) if ids.initial else None
+    found = MissingRows(ids.constants, ids.rows_of_tables, ids.is_initial, known)
     return _by_position(found.vectors(values, of_ids))
 
 
-def _of_constants_fake(
-    values: Tensor,
-    rows: Tensor,
-    offsets: Tensor | None,
-    hotness: Sequence[int],
-    batch_size: int,
-    is_valid: Tensor | None,
-    tables: Sequence[int],
-    constants: Tensor,
-    rows_of_tables: Tensor,
-    is_initial: Tensor,
-    initial: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
-    weight = constants.new_empty(values.shape[0], constants.shape[1])
-    return weight, values.new_empty(values.shape, dtype=torch.int64)
-
-
-_of_constants_op = torch.library.custom_op(
-    "torchembed::missing_of_constants",
+_of_constants_op = define_program_op(
+    "missing_of_constants(Tensor values, Tensor rows, Tensor? offsets, SymInt[] hotness,"
+    " SymInt batch_size, Tensor? is_valid, int[] tables, Tensor constants, Tensor rows_of_tables,"
+    " Tensor is_initial, Tensor[] initial) -> (Tensor, Tensor)",
+    _OfConstants,
     _of_constants,
-    mutates_args=(),
-    schema="(Tensor values, Tensor rows, Tensor? offsets, SymInt[] hotness, SymInt batch_size,"
-    " Tensor? is_valid, int[] tables, Tensor constants, Tensor rows_of_tables, Tensor is_initial,"
-    " Tensor[] initial) -> (Tensor, Tensor)",
+    lambda ids: _empty(ids.values, ids.constants.shape[1], ids.constants.dtype),
 )
-_of_constants_op.register_fake(_of_constants_fake)
 
 
 def traced_missing(
