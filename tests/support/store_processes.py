@@ -196,3 +196,22 @@ def fork_with_a_store(messages: Connection, folder: Path) -> None:
     assert torch.equal(versions(store), versions_after(1))
     store.close()
     messages.send(errors)
+
+
+def write_and_checkpoint_until_killed(messages: Connection, folder: Path) -> None:
+    """Write version after version, say so, and save each in a folder of its own."""
+    with RocksDBStore(folder / "store", SMALL) as store:
+        table = store.table("t", LINE_BYTES)
+        for version in range(1, 100_000):
+            table.write(*batch(version))
+            messages.send(version)
+            store.checkpoint(folder / f"saved-{version}")
+
+
+def restore_until_killed(messages: Connection, folder: Path, versions_saved: list[int]) -> None:
+    """Restore one checkpoint after another, and say so before."""
+    with RocksDBStore(folder / "store", SMALL) as store:
+        while True:
+            for version in versions_saved:
+                messages.send(version)
+                store.restore(folder / f"saved-{version}")

@@ -10,15 +10,15 @@ from types import TracebackType
 from typing import Self
 
 from torchembed.stores.arguments import check_same_line, check_table
-from torchembed.stores.errors import StoreInUseError
+from torchembed.stores.errors import CorruptStoreError, StoreInUseError
 from torchembed.stores.folder_lock import FolderLock
 from torchembed.stores.rocksdb_database import (
     ROWS,
     SNAPSHOTS,
     Database,
     import_rocksdict,
-    sync_folder,
 )
+from torchembed.stores.rocksdb_files import point_to_files, sync_to_disk
 from torchembed.stores.rocksdb_options import RocksDBOptions
 from torchembed.stores.rocksdb_table import RocksDBTable
 
@@ -73,7 +73,7 @@ class RocksDBStore:
                 database.add_table(name, line_bytes)
             record = database.records[name]
         check_same_line(str(database.folder), name, record.line_bytes, line_bytes)
-        return RocksDBTable(database, name, line_bytes, record.number)
+        return RocksDBTable(database, name, line_bytes)
 
     def tables(self) -> dict[str, int]:
         with self._database.lock:
@@ -118,12 +118,51 @@ class RocksDBStore:
         try:
             partial.chmod(self._database.folder.stat().st_mode)
             self._database.link_to(partial / ROWS)
-            sync_folder(partial)
+            sync_to_disk(partial)
             partial.rename(path)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        sync_folder(path.parent)
+        sync_to_disk(path.parent)
+
+    def restore(self, checkpoint: str | os.PathLike[str]) -> None:
+        """Take all tables of a :meth:`checkpoint` in place of those that are here, whole or not at
+        all, also where the process ends meanwhile. Tables that it lacks are empty then.
+
+        The checkpoint stays as it is, and its lines need no room of their own on the same file
+        system. No other thread may be using the store or its tables, which stay valid.
+
+        Raises:
+            FileNotFoundError: where there is no checkpoint.
+            CorruptStoreError: where its files are not as they were written.
+            ValueError: where a table of both has lines of another length there.
+            RowStoreError, OSError: as for opening a store. Nothing is changed in any case.
+        """
+        self._database.replace(_checked_checkpoint(checkpoint))
+
+    @staticmethod
+    def open_checkpoint(
+        checkpoint: str | os.PathLike[str], options: RocksDBOptions | None = None
+    ) -> "RocksDBStore":
+        """The tables of a :meth:`checkpoint`, which are read and cannot be written.
+
+        The checkpoint stays as it is, and any number of processes may have it open. A folder for
+        temporary files has links to it until the store is closed.
+
+        Raises:
+            FileNotFoundError: where there is no checkpoint.
+            CorruptStoreError: where its files are not as they were written.
+            RowStoreError, OSError: as for opening a store.
+        """
+        import_rocksdict()
+        rows = _checked_checkpoint(checkpoint) / ROWS
+        folder = Path(tempfile.mkdtemp(prefix="torchembed-checkpoint-"))
+        try:
+            point_to_files(rows, folder / ROWS)
+            return _Snapshot(folder, options or RocksDBOptions(), store=Path(checkpoint))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def close(self) -> None:
         self._database.close()
@@ -143,8 +182,8 @@ class RocksDBStore:
 class _Snapshot(RocksDBStore):
     """A store in a folder that is its own, and goes with it."""
 
-    def __init__(self, folder: Path, options: RocksDBOptions) -> None:
-        self._database = Database(folder, options, is_read_only=True)
+    def __init__(self, folder: Path, options: RocksDBOptions, store: Path | None = None) -> None:
+        self._database = Database(folder, options, is_read_only=True, store=store)
         # Snapshots of this one stand beside it, since its folder goes when it is closed.
         self._snapshots = folder.parent
 
@@ -153,6 +192,20 @@ class _Snapshot(RocksDBStore):
         super().close()
         if was_open:
             shutil.rmtree(self._database.folder, ignore_errors=True)
+
+
+def _checked_checkpoint(path: str | os.PathLike[str]) -> Path:
+    found = Path(path)
+    if not found.is_dir():
+        raise FileNotFoundError(
+            errno.ENOENT, "checkpoint must be a folder that checkpoint() made", str(path)
+        )
+    if not (found / ROWS).is_dir():
+        raise CorruptStoreError(
+            f"checkpoint {path} must be a folder that checkpoint() made, and lacks its folder "
+            f"{ROWS!r}"
+        )
+    return found
 
 
 def _make_folder(path: Path) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from torchembed.stores.arguments import check_same_line
 from torchembed.stores.errors import CorruptStoreError, RowStoreError
 from torchembed.stores.folder_lock import LOCK_FILE, FolderLock
 from torchembed.stores.rocksdb_faults import faults_named
+from torchembed.stores.rocksdb_files import share_files, sync_to_disk
 from torchembed.stores.rocksdb_options import Compression, RocksDBOptions
 from torchembed.stores.rocksdb_writes import refuse_stalls, write_whole
 
@@ -24,6 +26,10 @@ ROWS = "rows"
 """The folder of RocksDB's own files, within that of the store."""
 
 SNAPSHOTS = "snapshots"
+
+_RESTORED, _REPLACED = f"{ROWS}.restored", f"{ROWS}.replaced"
+"""A database that is to take the place of the one in ``ROWS``, and one that another took the place
+of."""
 
 FORMAT = 1
 """Version of what the folder and the database hold; others are refused."""
@@ -53,8 +59,17 @@ class Database:
         StoreInUseError, CorruptStoreError, RowStoreError, OSError: as ``RocksDBStore`` says.
     """
 
-    def __init__(self, folder: Path, options: RocksDBOptions, *, is_read_only: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: RocksDBOptions,
+        *,
+        is_read_only: bool,
+        store: Path | None = None,
+    ) -> None:
         self.folder = folder
+        self.store = store or folder
+        """What errors name."""
         self.is_read_only = is_read_only
         self.options = options
         self.lock = threading.RLock()
@@ -65,9 +80,10 @@ class Database:
         self._db: rocksdict.Rdict | None = None
         try:
             if not is_read_only:
+                _end_replacement(folder)
                 _make_where_missing(folder, options)
-            self._db = _opened(folder / ROWS, options, is_read_only=is_read_only)
-            self.records = self._read_records()
+            self._db = _opened(folder / ROWS, options, is_read_only=is_read_only, store=self.store)
+            self.records = _read_records(self._db, self.store)
         except BaseException:
             if self._db is not None:
                 self._db.close()
@@ -83,10 +99,10 @@ class Database:
     def check_open(self) -> None:
         """Raise ``RowStoreError`` where the database is closed, or another process opened it."""
         if self._db is None:
-            raise RowStoreError(f"the store in {self.folder} is closed; open it again")
+            raise RowStoreError(f"the store in {self.store} is closed; open it again")
         if self._process != os.getpid():
             raise RowStoreError(
-                f"the store in {self.folder} was opened by process {self._process}, of which this "
+                f"the store in {self.store} was opened by process {self._process}, of which this "
                 "one is a fork; use it there, or open it in this process alone"
             )
 
@@ -114,7 +130,7 @@ class Database:
 
     def write(self, fill: "Callable[[rocksdict.WriteBatch], None]") -> None:
         """Write what ``fill`` puts into a batch, whole or not at all; it may be called again."""
-        write_whole(self.rows_to_write, self.folder, fill)
+        write_whole(self.rows_to_write, self.store, fill)
         # Not by an option of the write, which would hold Python's global lock meanwhile.
         if self.options.sync_writes:
             self.sync()
@@ -123,18 +139,52 @@ class Database:
         """Return when all that was written is on disk, as a snapshot always is."""
         rows = self.rows
         if not self.is_read_only:
-            with faults_named(self.folder):
+            with faults_named(self.store):
                 rows.flush_wal(True)
 
     def link_to(self, path: Path) -> None:
         """Make a copy of the database in a new folder, of hard links where that is possible."""
         rocksdict = import_rocksdict()
         rows = self.rows
-        with faults_named(self.folder):
+        with faults_named(self.store):
             if not self.is_read_only:
                 # Or the checkpoint does, holding Python's global lock.
                 rows.flush()
             rocksdict.Checkpoint(rows).create_checkpoint(str(path))
+
+    def replace(self, checkpoint: Path) -> None:
+        """Take the database of a checkpoint in place of this one, whole or not at all; tables that
+        it lacks are empty then.
+
+        Raises:
+            ValueError: where a table of both has lines of another length there.
+            CorruptStoreError, RowStoreError, OSError: where the checkpoint cannot be opened, or
+                not be had here. Nothing is changed then.
+        """
+        rows, before = self.rows_to_write, self.records
+        path, restored, replaced = (self.folder / n for n in (ROWS, _RESTORED, _REPLACED))
+        try:
+            share_files(checkpoint / ROWS, restored)
+            db = _opened(restored, self.options, store=checkpoint)
+            try:
+                records = _read_records(db, checkpoint)
+                for name in records.keys() & before.keys():
+                    made_with, wanted = records[name].line_bytes, before[name].line_bytes
+                    check_same_line(str(checkpoint), name, made_with, wanted)
+            finally:
+                db.close()
+        except BaseException:
+            shutil.rmtree(restored, ignore_errors=True)
+            raise
+        with faults_named(self.store):
+            rows.close()
+        path.rename(replaced)
+        restored.rename(path)
+        sync_to_disk(self.folder)
+        self._db, self.records = _opened(path, self.options), records
+        shutil.rmtree(replaced, ignore_errors=True)
+        for name in before.keys() - records.keys():
+            self.add_table(name, before[name].line_bytes)
 
     def close(self) -> None:
         if self._db is None:
@@ -145,42 +195,15 @@ class Database:
             return
         _open_databases.discard(self)
         try:
-            with faults_named(self.folder):
+            with faults_named(self.store):
                 db.close()
         finally:
             self._folder_lock.release()
-
-    def _read_records(self) -> dict[str, TableRecord]:
-        with faults_named(self.folder):
-            records = _read_range(self.rows, prefix(0), prefix(1))
-        try:
-            found = {key[PREFIX_BYTES:].decode(): json.loads(value) for key, value in records}
-            version = found.pop("")["format"]
-            if version == FORMAT:
-                return {name: TableRecord(**record) for name, record in found.items()}
-        except (ValueError, KeyError, TypeError):
-            raise CorruptStoreError(
-                f"the database in {self.folder / ROWS} must be one that a store made, and lacks "
-                "its records; give another folder, or restore this one from a checkpoint"
-            ) from None
-        raise RowStoreError(
-            f"the store in {self.folder} has format {version}, and this release knows {FORMAT}; "
-            "open it with the release that wrote it"
-        )
 
 
 def prefix(number: int) -> bytes:
     """What the keys of table ``number`` begin with."""
     return number.to_bytes(PREFIX_BYTES, "big")
-
-
-def sync_folder(path: Path) -> None:
-    """Return when the names in a folder are on disk."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def import_rocksdict() -> ModuleType:
@@ -195,6 +218,25 @@ def import_rocksdict() -> ModuleType:
     return rocksdict
 
 
+def _read_records(db: "rocksdict.Rdict", folder: Path) -> dict[str, TableRecord]:
+    with faults_named(folder):
+        records = _read_range(db, prefix(0), prefix(1))
+    try:
+        found = {key[PREFIX_BYTES:].decode(): json.loads(value) for key, value in records}
+        version = found.pop("")["format"]
+        if version == FORMAT:
+            return {name: TableRecord(**record) for name, record in found.items()}
+    except (ValueError, KeyError, TypeError):
+        raise CorruptStoreError(
+            f"the database in {folder / ROWS} must be one that a store made, and lacks its "
+            "records; give another folder, or restore this one from a checkpoint"
+        ) from None
+    raise RowStoreError(
+        f"the store in {folder} has format {version}, and this release knows {FORMAT}; open it "
+        "with the release that wrote it"
+    )
+
+
 def _read_range(rows: "rocksdict.Rdict", begin: bytes, end: bytes) -> list[tuple[bytes, bytes]]:
     found = []
     rest = rows.iter()
@@ -204,6 +246,14 @@ def _read_range(rows: "rocksdict.Rdict", begin: bytes, end: bytes) -> list[tuple
         rest.next()
     rest.status()
     return found
+
+
+def _end_replacement(folder: Path) -> None:
+    """Go on with the old database where the process ended before another had taken its place."""
+    if (folder / _REPLACED).exists() and not (folder / ROWS).exists():
+        (folder / _REPLACED).rename(folder / ROWS)
+    for left in (_RESTORED, _REPLACED):
+        shutil.rmtree(folder / left, ignore_errors=True)
 
 
 def _make_where_missing(folder: Path, options: RocksDBOptions) -> None:
@@ -229,12 +279,18 @@ def _make_where_missing(folder: Path, options: RocksDBOptions) -> None:
     partial.rename(folder / ROWS)
     # Or the machine could end with rows that are on disk in a folder that is not.
     for changed in (folder, folder.resolve().parent):
-        sync_folder(changed)
+        sync_to_disk(changed)
 
 
 def _opened(
-    path: Path, options: RocksDBOptions, *, create: bool = False, is_read_only: bool = False
+    path: Path,
+    options: RocksDBOptions,
+    *,
+    create: bool = False,
+    is_read_only: bool = False,
+    store: Path | None = None,
 ) -> "rocksdict.Rdict":
+    """The database in ``path``; errors name ``store``, or the folder that ``path`` is in."""
     rocksdict = import_rocksdict()
     compressions = {
         Compression.NONE: rocksdict.DBCompressionType.none(),
@@ -259,7 +315,7 @@ def _opened(
     chosen.set_wal_recovery_mode(rocksdict.DBRecoveryMode.tolerate_corrupted_tail_records())
     access = rocksdict.AccessType
     access = access.read_only() if is_read_only else access.read_write()
-    with faults_named(path.parent):
+    with faults_named(store or path.parent):
         db = rocksdict.Rdict(str(path), chosen, access_type=access)
     refuse_stalls(db)
     return db

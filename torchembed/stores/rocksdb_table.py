@@ -32,12 +32,16 @@ _KEYS_AT_ONCE = 1 << 14
 class RocksDBTable:
     """Lines by key (:class:`~torchembed.stores.RowTable`) under one prefix of a database's keys."""
 
-    def __init__(self, database: Database, name: str, line_bytes: int, number: int) -> None:
+    def __init__(self, database: Database, name: str, line_bytes: int) -> None:
         self.name = name
         self.line_bytes = line_bytes
         self._database = database
-        self._number = number
         self._piece_rows = max(1, _PIECE_BYTES // line_bytes)
+
+    @property
+    def _number(self) -> int:
+        """Which changes where the database is replaced by another one."""
+        return self._database.records[self.name].number
 
     def read(self, keys: Tensor, lines: Tensor) -> Tensor:
         check_keys(keys)
@@ -48,7 +52,7 @@ class RocksDBTable:
         # Neighbours are in the same blocks, which RocksDB then reads once: three times as fast.
         order = np.argsort(keys_array)
         for places in self._pieces_of(order):
-            with faults_named(self._database.folder):
+            with faults_named(self._database.store):
                 values = cast("list[bytes | None]", rows.get(self._encoded(keys_array[places])))
             kept = [value for value in values if value is not None]
             if len(kept) < len(values):
@@ -123,7 +127,7 @@ class RocksDBTable:
             rest = rows.iter(bounds)
             rest.seek(begin)
             if not rest.valid():
-                with faults_named(self._database.folder):
+                with faults_named(self._database.store):
                     rest.status()
                 return found, None
         return found, begin
@@ -146,7 +150,7 @@ class RocksDBTable:
         lengths = set(map(len, values))
         if lengths - {self.line_bytes}:
             raise CorruptStoreError(
-                f"lines of table {self.name!r} in {self._database.folder} must have "
+                f"lines of table {self.name!r} in {self._database.store} must have "
                 f"{self.line_bytes} bytes, and some have {max(lengths - {self.line_bytes})}; "
                 "restore the store from a checkpoint"
             )
