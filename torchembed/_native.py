@@ -66,14 +66,15 @@ def _installed_with_library() -> Path | None:
     return next((package for package in others if (package / LIBRARY.name).exists()), None)
 
 
-def native_op(name: str) -> Callable[..., Any] | None:
-    """The C++ kernel ``torchembed_native::<name>``, or None where the library is not loaded.
+def native_op(name: str) -> Callable[..., Any] | str:
+    """The C++ kernel ``torchembed_native::<name>``, or why the library is not loaded.
 
     Raises:
         ImportError: where the library was built from other sources and lacks ``name``.
     """
-    if load_error() is not None:
-        return None
+    error = load_error()
+    if error is not None:
+        return error
     kernel = getattr(torch.ops.torchembed_native, name, None)
     if kernel is None:
         raise ImportError(
@@ -89,8 +90,3 @@ def cuda_kernel(name: str, launch: Callable[..., Any], covers: str) -> CudaKerne
     if load_error() is not None or not hasattr(torch.ops.torchembed_native, name):
         return None
     return CudaKernel(launch, covers)
-
-
-def missing_reason() -> str:
-    """Why ``native_op`` gives None, in words."""
-    return load_error() or "it has no C++ kernel"

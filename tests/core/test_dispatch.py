@@ -59,7 +59,7 @@ def test_without_kernels_the_reference_runs() -> None:
 
 
 def test_says_why_the_native_kernel_is_missing() -> None:
-    _, picks = define(native_missing="the moon is full")
+    _, picks = define(native="the moon is full")
     assert picks["CPU"].reason == "the moon is full"
 
 

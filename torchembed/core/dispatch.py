@@ -129,10 +129,9 @@ def define_op(
     fake: Kernel,
     triton: str | None = None,
     cuda: CudaKernel | None = None,
-    native: Kernel | None = None,
+    native: Kernel | str = "it has no C++ kernel",
     check: Check | None = None,
     check_contents: Check | None = None,
-    native_missing: str = "it has no C++ kernel",
     record: Kernel | None = None,
 ) -> Kernel:
     """Define ``torchembed::<schema>`` and register its implementations.
@@ -144,12 +143,11 @@ def define_op(
         triton: ``"module:launcher"`` of the Triton kernel, for CUDA (and for the CPU under
             Triton's interpreter).
         cuda: kernel that takes some of the Triton kernel's calls on a GPU.
-        native: the C++ kernel for the CPU.
+        native: the C++ kernel for the CPU, or why there is none.
         check: checks dtypes, shapes, devices and numbers before every kernel and in tracing; it
             reads no tensor's contents.
         check_contents: checks what tensors hold, before every kernel where
             ``TORCHEMBED_CHECK_OPERATIONS`` is set; it may wait for a GPU.
-        native_missing: why ``native`` is None.
         record: makes one record of the operation's arguments, which all of the above then take in
             their place, but for ``native``.
 
@@ -183,11 +181,11 @@ def define_op(
     not_interpreted = "; TRITON_INTERPRET is set, but triton is not installed" * interpreted
     if triton is not None and interpreted and has_triton:
         pick("CPU", "triton", "TRITON_INTERPRET is set", _launcher(triton))
-    elif native is not None:
+    elif isinstance(native, str):
+        pick("CPU", "reference", f"{native}{not_interpreted}", None)
+    else:
         flat = native if record is None else _given_fields(native)
         pick("CPU", "native", f"the C++ library is loaded{not_interpreted}", flat)
-    else:
-        pick("CPU", "reference", f"{native_missing}{not_interpreted}", None)
 
     if triton is None:
         pick("CUDA", "reference", "it has no Triton kernel", None)

@@ -23,7 +23,6 @@ initialize_rows_op = define_op(
     fake=_fake,
     triton="torchembed.triton_kernels.initialize_rows:launch_initialize_rows",
     native=_native.native_op("initialize_rows"),
-    native_missing=_native.missing_reason(),
     check=check_initialize_rows,
     check_contents=check_initialize_rows_contents,
     record=RowInitialization,

@@ -37,7 +37,6 @@ linearize_ids_op = define_op(
     fake=_fake,
     triton="torchembed.triton_kernels.linearize_ids:launch_linearize_ids",
     native=_native.native_op("linearize_ids"),
-    native_missing=_native.missing_reason(),
     check=check_linearize_ids,
     check_contents=check_linearize_ids_contents,
 )

@@ -71,7 +71,6 @@ pooled_lookup_forward_op = define_op(
     fake=_forward_fake,
     triton=f"{_TRITON}:launch_pooled_lookup_forward",
     native=_native.native_op("pooled_lookup_forward"),
-    native_missing=_native.missing_reason(),
     check=check_pooled_lookup_forward,
     check_contents=check_pooled_lookup_forward_contents,
 )
@@ -83,7 +82,6 @@ pooled_lookup_gradient_map_op = define_op(
     fake=_gradient_map_fake,
     triton="torchembed.triton_kernels.gradient_map:launch_pooled_lookup_gradient_map",
     native=_native.native_op("pooled_lookup_gradient_map"),
-    native_missing=_native.missing_reason(),
     check=check_pooled_lookup_gradient_map,
     check_contents=check_pooled_lookup_gradient_map_contents,
 )
@@ -94,7 +92,6 @@ pooled_lookup_weights_backward_op = define_op(
     fake=_weights_backward_fake,
     triton=f"{_TRITON}:launch_pooled_lookup_weights_backward",
     native=_native.native_op("pooled_lookup_weights_backward"),
-    native_missing=_native.missing_reason(),
     check=check_pooled_lookup_weights_backward,
     check_contents=check_pooled_lookup_weights_backward_contents,
 )

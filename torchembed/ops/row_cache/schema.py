@@ -1,11 +1,10 @@
 """Defines the operations on caches of rows and picks their kernels."""
 
 import torch
-from torch import Tensor
 
 from torchembed import _native
 from torchembed.core.dispatch import define_op
-from torchembed.core.row_caches import ClaimResults, RowMove, SlotClaim, empty_claim
+from torchembed.core.row_caches import RowMove, SlotClaim, empty_claim
 from torchembed.ops.row_cache.checks import (
     check_claim_slots,
     check_claim_slots_contents,
@@ -23,72 +22,45 @@ from torchembed.ops.row_cache.reference import (
     read_rows_reference,
 )
 
-
-def _fake_claim(claim: SlotClaim) -> ClaimResults:
-    return empty_claim(claim.unique_rows, claim.row_of_slot.shape[0])
-
-
 claim_slots_op = define_op(
     "claim_slots(Tensor unique_rows, Tensor num_unique, Tensor epoch, Tensor released,"
     " Tensor? is_trained, Tensor(a!) slot_of_row, Tensor(b!) row_of_slot, Tensor(c!) last_use,"
     " Tensor(d!) is_recent, Tensor(e!) is_dirty, Tensor(f!) hand, Tensor(g!) counters)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=claim_slots_reference,
-    fake=_fake_claim,
+    fake=lambda claim: empty_claim(claim.unique_rows, claim.row_of_slot.shape[0]),
     triton="torchembed.triton_kernels.claim_slots:launch_claim_slots",
     native=_native.native_op("claim_slots"),
-    native_missing=_native.missing_reason(),
     check=check_claim_slots,
     check_contents=check_claim_slots_contents,
     record=SlotClaim,
 )
-
-
-def _fake_move(move: RowMove) -> None:
-    return None
-
-
 move_rows_op = define_op(
     "move_rows(Tensor slots, Tensor written_rows, Tensor read_rows, Tensor count,"
     " Tensor(a!)[] cached, Tensor(b!)[] stored) -> ()",
     reference=move_rows_reference,
-    fake=_fake_move,
+    fake=lambda move: None,
     triton="torchembed.triton_kernels.move_rows:launch_move_rows",
     native=_native.native_op("move_rows"),
-    native_missing=_native.missing_reason(),
     check=check_move_rows,
     check_contents=check_move_rows_contents,
     record=RowMove,
 )
-
-
-def _fake_find(slot_of_row: Tensor, rows: Tensor) -> Tensor:
-    return torch.empty_like(rows)
-
-
 find_cached_op = define_op(
     "find_cached(Tensor slot_of_row, Tensor rows) -> Tensor",
     reference=find_cached_reference,
-    fake=_fake_find,
+    fake=lambda slot_of_row, rows: torch.empty_like(rows),
     triton="torchembed.triton_kernels.find_cached:launch_find_cached",
     native=_native.native_op("find_cached"),
-    native_missing=_native.missing_reason(),
     check=check_find_cached,
     check_contents=check_find_cached_contents,
 )
-
-
-def _fake_read(cached: Tensor, stored: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    return cached.new_empty(rows.shape[0], cached.shape[1])
-
-
 read_rows_op = define_op(
     "read_rows(Tensor cached, Tensor stored, Tensor slots, Tensor rows) -> Tensor",
     reference=read_rows_reference,
-    fake=_fake_read,
+    fake=lambda cached, stored, slots, rows: cached.new_empty(rows.shape[0], cached.shape[1]),
     triton="torchembed.triton_kernels.move_rows:launch_read_rows",
     native=_native.native_op("read_rows"),
-    native_missing=_native.missing_reason(),
     check=check_read_rows,
     check_contents=check_read_rows_contents,
 )

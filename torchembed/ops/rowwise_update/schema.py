@@ -28,7 +28,6 @@ rowwise_update_op = define_op(
     triton="torchembed.triton_kernels.rowwise_update:launch_rowwise_update",
     cuda=cuda_kernel(),
     native=_native.native_op("rowwise_update"),
-    native_missing=_native.missing_reason(),
     check=check_rowwise_update,
     check_contents=check_rowwise_update_contents,
     record=RowUpdate,

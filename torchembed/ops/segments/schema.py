@@ -30,7 +30,6 @@ find_runs_op = define_op(
     fake=_fake,
     triton="torchembed.triton_kernels.segments:launch_find_runs",
     native=_native.native_op("find_runs"),
-    native_missing=_native.missing_reason(),
     check=check_find_runs,
     check_contents=check_find_runs_contents,
 )

@@ -22,7 +22,6 @@ sequence_lookup_forward_op = define_op(
     fake=_fake,
     triton="torchembed.triton_kernels.sequence_lookup:launch_sequence_lookup_forward",
     native=_native.native_op("sequence_lookup_forward"),
-    native_missing=_native.missing_reason(),
     check=check_sequence_lookup_forward,
     check_contents=check_sequence_lookup_forward_contents,
 )
