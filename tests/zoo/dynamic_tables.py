@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import torchembed
 from tests.zoo.batches import bags_between_offsets, histories, jagged_sessions, keys
 from tests.zoo.entries import Case, Family, adagrad, parts, placed
-from tests.zoo.pooled_models import layers
-from tests.zoo.ranker import with_adam
+from tests.zoo.histories_in_tables import ModulesOfHistory, SumsOfSessions
+from tests.zoo.ranker import Ranker, with_adam
 from tests.zoo.sizes import Sizes
 from torchembed import (
     LFU,
@@ -98,36 +98,29 @@ def hashed_sessions(sizes: Sizes, count: int) -> list[dict[str, Any]]:
     return found
 
 
-class Hashed(nn.Module):
+def hashed(
+    sizes: Sizes, dynamic: Dynamic, *, pooling: str = "sum", is_weighted: bool = False
+) -> Ranker:
     """Layers over pooled vectors of dynamic tables, one of which two features share, and of a
     static one."""
-
-    def __init__(
-        self, sizes: Sizes, dynamic: Dynamic, *, pooling: str = "sum", is_weighted: bool = False
-    ) -> None:
-        super().__init__()
-        *names, last = keys(sizes)
-        features = [tuple(names[:2]), *((name,) for name in names[2:]), (last,)]
-        self.tables = torchembed.EmbeddingBagCollection(
-            [
-                torchembed.EmbeddingBagConfig(
-                    name=of[0],
-                    num_embeddings=sizes.num_rows if of == (last,) else capacity(sizes),
-                    embedding_dim=sizes.dim,
-                    feature_names=of,
-                    pooling=pooling,  # type: ignore[arg-type]
-                    dynamic=None if of == (last,) else dynamic,
-                )
-                for of in features
-            ],
-            is_weighted=is_weighted,
-            device=sizes.device,
-        )
-        width = sizes.num_dense + sizes.num_features * sizes.dim
-        self.deep = layers(width, sizes.hidden, sizes.hidden, 1)
-
-    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
-        return self.deep(torch.cat([dense, self.tables(sparse).values()], dim=1))
+    *names, last = keys(sizes)
+    features = [tuple(names[:2]), *((name,) for name in names[2:]), (last,)]
+    collection = torchembed.EmbeddingBagCollection(
+        [
+            torchembed.EmbeddingBagConfig(
+                name=of[0],
+                num_embeddings=sizes.num_rows if of == (last,) else capacity(sizes),
+                embedding_dim=sizes.dim,
+                feature_names=of,
+                pooling=pooling,  # type: ignore[arg-type]
+                dynamic=None if of == (last,) else dynamic,
+            )
+            for of in features
+        ],
+        is_weighted=is_weighted,
+        device=sizes.device,
+    )
+    return Ranker(sizes, collection)
 
 
 POLICIES = {
@@ -144,7 +137,7 @@ POLICIES = {
 
 def _of_policy(dynamic: Dynamic) -> Any:
     def make(sizes: Sizes) -> Case:
-        return with_adam(Hashed(sizes, dynamic))
+        return with_adam(hashed(sizes, dynamic))
 
     return make
 
@@ -156,32 +149,32 @@ for _name, _dynamic in POLICIES.items():
 @DYNAMIC.habit("hashes between offsets", hashed_jagged_bags)
 def hashes_between_offsets(sizes: Sizes) -> Case:
     """Bags of any length."""
-    return with_adam(Hashed(sizes, Dynamic(deletion_log=100)))
+    return with_adam(hashed(sizes, Dynamic(deletion_log=100)))
 
 
 @DYNAMIC.habit("means of hashes", hashed_jagged_bags)
 def means_of_hashes(sizes: Sizes) -> Case:
     """Ids without a row count in the mean, by zeros."""
-    return with_adam(Hashed(sizes, Dynamic(eviction=LFU()), pooling="mean"))
+    return with_adam(hashed(sizes, Dynamic(eviction=LFU()), pooling="mean"))
 
 
 @DYNAMIC.habit("weighted hashes", hashed_weighted_bags)
 def weighted_hashes(sizes: Sizes) -> Case:
     """Sums by weights of ids."""
-    return with_adam(Hashed(sizes, Dynamic(), is_weighted=True))
+    return with_adam(hashed(sizes, Dynamic(), is_weighted=True))
 
 
 @DYNAMIC.habit("hashes by torch's optimizer", hashed_bags)
 def hashes_by_torchs_optimizer(sizes: Sizes) -> Case:
     """Dense gradients; no step gives a row back, so that ids of a full table are refused."""
-    model = placed(Hashed(sizes, Dynamic(admission=Probability(threshold=2))))
+    model = placed(hashed(sizes, Dynamic(admission=Probability(threshold=2))))
     return Case(model=model, optimizers=[torch.optim.Adagrad(model.parameters(), lr=0.05)])
 
 
 @DYNAMIC.habit("hashes evaluated between steps", hashed_bags)
 def hashes_evaluated_between_steps(sizes: Sizes) -> Case:
     """Evaluation of ids that training has not met, which inserts none."""
-    case = with_adam(Hashed(sizes, Dynamic(ttl_steps=4)))
+    case = with_adam(hashed(sizes, Dynamic(ttl_steps=4)))
     unknown = hashed_bags(sizes, 40)[-1]
     assert unknown.dense is not None
     losses: list[Tensor] = []
@@ -198,56 +191,21 @@ def hashes_evaluated_between_steps(sizes: Sizes) -> Case:
 
 
 @DYNAMIC.model("history of hashes", hashed_sessions, computes_loss=True)
-class HistoryOfHashes(nn.Module):
-    """Vectors of a history, of categories and of a target, in one dynamic table and another."""
+class HistoryOfHashes(SumsOfSessions):
+    """Vectors of histories of any length."""
 
     def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.tables = torchembed.EmbeddingCollection(
-            [
-                torchembed.EmbeddingConfig(
-                    name=name,
-                    num_embeddings=capacity(sizes),
-                    embedding_dim=sizes.dim,
-                    feature_names=features,
-                    dynamic=Dynamic(eviction=LFU()),
-                )
-                for name, features in (
-                    ("item", ("history", "target")),
-                    ("category", ("categories",)),
-                )
-            ],
-            device=sizes.device,
-        )
-        self.deep = layers(3 * sizes.dim, sizes.hidden, 1)
-
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        found, label = self.tables(batch["features"]), batch["label"]
-        sums = [
-            torch.segment_reduce(part.values(), "sum", offsets=part.offsets().long(), initial=0.0)
-            for part in (found[name] for name in ("history", "categories", "target"))
-        ]
-        return F.binary_cross_entropy_with_logits(self.deep(torch.cat(sums, 1))[:, 0], label)
+        super().__init__(sizes, num_embeddings=capacity(sizes), dynamic=Dynamic(eviction=LFU()))
 
 
 @DYNAMIC_MODULES.model("padded history of hashes", histories, computes_loss=True)
-class PaddedHistoryOfHashes(nn.Module):
-    """Mean and maximum of a padded history, and the target, by modules of one table."""
+class PaddedHistoryOfHashes(ModulesOfHistory):
+    """Modules of two policies."""
 
     def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        rows, dim, device = capacity(sizes), sizes.dim, sizes.device
-        settings: dict[str, Any] = {"padding_idx": 0, "device": device, "seed": 0}
-        bag, dynamic = torchembed.EmbeddingBag, Dynamic(eviction=EpochLFU(steps_per_epoch=4))
-        self.means = bag(rows, dim, mode="mean", dynamic=dynamic, **settings)
-        self.maxima = bag(rows, dim, mode="max", dynamic=Dynamic(), **settings)
-        self.targets = torchembed.Embedding(rows, dim, dynamic=Dynamic(), **settings)
-        self.deep = layers(3 * dim, sizes.hidden, 1)
-
-    def forward(self, batch: Any) -> Tensor:
-        vectors = [self.means(batch.items), self.maxima(batch.items), self.targets(batch.target)]
-        logits = self.deep(torch.cat(vectors, dim=1))[:, 0]
-        return F.binary_cross_entropy_with_logits(logits, batch.label)
+        lru, epochs = Dynamic(), Dynamic(eviction=EpochLFU(steps_per_epoch=4))
+        of_modules = ({"dynamic": policy} for policy in (epochs, lru, lru))
+        super().__init__(sizes, capacity(sizes), *of_modules)
 
 
 @DYNAMIC_MODULES.habit("a dynamic bag between offsets", bags_between_offsets)

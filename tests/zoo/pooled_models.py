@@ -19,13 +19,15 @@ from tests.zoo.batches import (
 )
 from tests.zoo.entries import Family
 from tests.zoo.sizes import Sizes
-from torchembed import SparseFeatures
+from torchembed import HostMemory, SparseFeatures
 from torchembed.models import DLRM, DCNv2, DLRM_DCNv2
 
 POOLED = Family("pooled")
 
 
-def tables(sizes: Sizes, dim: int | None = None, prefix: str = "") -> nn.Module:
+def tables(
+    sizes: Sizes, dim: int | None = None, prefix: str = "", storage: HostMemory | None = None
+) -> nn.Module:
     """A collection with a table for each sparse feature."""
     return torchembed.EmbeddingBagCollection(
         tables=[
@@ -34,6 +36,7 @@ def tables(sizes: Sizes, dim: int | None = None, prefix: str = "") -> nn.Module:
                 num_embeddings=sizes.num_rows,
                 embedding_dim=dim or sizes.dim,
                 feature_names=(key,),
+                storage=storage,
             )
             for key in keys(sizes)
         ],
@@ -50,12 +53,12 @@ def layers(*widths: int, last: type[nn.Module] | None = None) -> nn.Sequential:
 
 
 class Pooled(nn.Module):
-    """Base of the models: looks all features up as ``[B, F, D]``."""
+    """Base of the models: looks all features up as ``[B, F, D]``, by default in a table each."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, collection: nn.Module | None = None) -> None:
         super().__init__()
         self.sizes = sizes
-        self.tables = tables(sizes)
+        self.tables = tables(sizes) if collection is None else collection
         self.width = sizes.num_features * sizes.dim
 
     def vectors(self, sparse: SparseFeatures) -> Tensor:

@@ -12,8 +12,8 @@ from torchembed import SparseFeatures
 class Ranker(Pooled):
     """Layers over dense features and pooled vectors, to a logit ``[B, 1]``."""
 
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes)
+    def __init__(self, sizes: Sizes, collection: nn.Module | None = None) -> None:
+        super().__init__(sizes, collection)
         self.deep = layers(sizes.num_dense + self.width, sizes.hidden, sizes.hidden, 1)
 
     def weight(self, number: int) -> nn.Parameter:
