@@ -7,6 +7,7 @@ A row is a line of bytes, all of one length within a table; what the bytes mean,
 from torchembed.stores.errors import CorruptStoreError, RowStoreError, StoreInUseError
 from torchembed.stores.interface import LineChunk, RowStore, RowTable
 from torchembed.stores.memory import MemoryStore
+from torchembed.stores.read_ahead import ReadAheadCounts, ReadAheadTable
 from torchembed.stores.rocksdb import RocksDBStore
 from torchembed.stores.rocksdb_options import Compression, RocksDBOptions
 
@@ -15,6 +16,8 @@ __all__ = [
     "CorruptStoreError",
     "LineChunk",
     "MemoryStore",
+    "ReadAheadCounts",
+    "ReadAheadTable",
     "RocksDBOptions",
     "RocksDBStore",
     "RowStore",
