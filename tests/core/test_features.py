@@ -74,7 +74,7 @@ def test_pins_and_records_streams(device: torch.device) -> None:
 ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "values dtype": (
         TypeError,
-        r"^values must be int32 or int64, got float32; call \.long\(\)$",
+        r"^values must be int32 or int64 or uint32 or uint64, got float32; call \.long\(\)$",
         {"values": VALUES.float()},
     ),
     "values shape": (

@@ -96,7 +96,11 @@ def test_labels_may_be_of_any_shape_and_several() -> None:
         ({"dense": DENSE, "sparse": IDS, "y": LABELS}, TypeError, "got dict of dense, sparse, y"),
         ((DENSE[:2], IDS, LABELS), ValueError, "one number of samples, got 2, 3 and 3"),
         ((DENSE, IDS[:, 0], LABELS), ValueError, r"sparse must be ids \[B, F\], got \[3\]"),
-        ((DENSE, IDS.float(), LABELS), TypeError, "values must be int32 or int64"),
+        (
+            (DENSE, IDS.float(), LABELS),
+            TypeError,
+            "values must be int32 or int64 or uint32 or uint64",
+        ),
         (
             (DENSE, {"a": IDS, "b": IDS[:2]}, LABELS),
             ValueError,

@@ -72,8 +72,13 @@ def test_a_refused_pretrained_weight() -> None:
 @pytest.mark.parametrize(
     ("error", "message", "settings", "arguments"),
     [
-        (TypeError, r"input must be int32 or int64, got float32", {}, (torch.ones(2, 2),)),
-        (TypeError, r"input must be a tensor of int32 or int64, got list; call", {}, ([[1, 2]],)),
+        (
+            TypeError,
+            r"input must be int32 or int64 or uint32 or uint64, got float32",
+            {},
+            (torch.ones(2, 2),),
+        ),
+        (TypeError, r"input must be a tensor of int32 or .*, got list; call", {}, ([[1, 2]],)),
         (
             ValueError,
             r"input must have 1 or 2 dimensions, got shape \(1, 1, 1\)",
@@ -136,5 +141,7 @@ def test_errors_of_a_bags_forward(
 
 
 def test_errors_of_an_embeddings_forward() -> None:
-    with pytest.raises(TypeError, match=r"input must be int32 or int64, got float32; call"):
+    with pytest.raises(
+        TypeError, match=r"input must be int32 or int64 or uint32 or uint64, got float32; call"
+    ):
         torchembed.Embedding(5, 3)(torch.ones(2))

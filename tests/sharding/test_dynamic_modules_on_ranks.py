@@ -75,6 +75,15 @@ def batches_of(rank: int) -> Iterator[Batch]:
         }
 
 
+def some_unsigned(batch: Batch) -> Batch:
+    """``batch`` with the same ids, those of some modules uint64 and those of the static one
+    uint32."""
+    first, second, *others = batch["ids"]
+    ids = [first.view(torch.uint64), second.view(torch.uint64), *others]
+    static, in_bags = batch["static"].to(torch.uint32), batch["list"].view(torch.uint64)
+    return {**batch, "ids": ids, "static": static, "list": in_bags}
+
+
 def of_unseen(model: Model) -> Any:
     """What evaluation gives for ids without a row; two numbers have one sum in any order."""
     model.eval()
@@ -121,12 +130,12 @@ def trained_on_rank() -> list[Any]:
         model = Model("meta")
         torchembed.shard_embeddings(model, made_mesh("cpu", 1), placements)
         if capture is None:
-            plain(model, [batches_of(rank)])
+            plain(model, [map(some_unsigned, batches_of(rank))])
         else:
             with TrainPipeline(
                 model, None, [sgd(model)], device="cpu", capture=capture
             ) as pipeline:
-                batches = batches_of(rank)
+                batches = map(some_unsigned, batches_of(rank))
                 for _ in range(NUM_STEPS):
                     pipeline.progress(batches)
                 kinds = [str(kind.form) for kind in pipeline.kinds]
@@ -151,7 +160,8 @@ def trained_on_rank() -> list[Any]:
 
 
 def test_sharded_dynamic_modules_train_as_unsharded_ones() -> None:
-    """By a loop, eager and captured steps: rows by id, bit for bit; padding has none."""
+    """By a loop, eager and captured steps: rows by id, bit for bit, whether ids
+    are signed; padding has none."""
     expected = Model()
     plain(expected, [batches_of(0), batches_of(1)])
     whole = held(expected)

@@ -9,6 +9,7 @@ from torchembed.core.stand_ins import is_stand_in
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
+_ANY_ID_DTYPES = (*ID_DTYPES, torch.uint32, torch.uint64)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -30,6 +31,24 @@ def check_ids(name: str, tensor: Tensor) -> None:
     """Raise unless ``tensor`` is a one-dimensional int32 or int64 tensor."""
     check_dtype(name, tensor, ID_DTYPES, "call .long()")
     check_dim(name, tensor, 1)
+
+
+def signed_ids(name: str, ids: Tensor) -> Tensor:
+    """``ids`` as int32 or int64: :func:`as_signed` of them.
+
+    Raises:
+        TypeError: for another dtype than these, uint32 and uint64.
+    """
+    check_dtype(name, ids, _ANY_ID_DTYPES, "call .long()")
+    return as_signed(ids)
+
+
+def as_signed(tensor: Tensor) -> Tensor:
+    """``tensor`` as int64 where it is uint32, by its values, or uint64, by its bits and in the same
+    memory; else itself. torch has few operations on these dtypes."""
+    if tensor.dtype is torch.uint64:
+        return tensor.view(torch.int64)
+    return tensor.long() if tensor.dtype is torch.uint32 else tensor
 
 
 def check_float(name: str, tensor: Tensor) -> None:

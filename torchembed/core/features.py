@@ -29,7 +29,8 @@ class SparseFeatures:
     keys: tuple[str, ...]
     """Feature names, ``F`` of them, all different."""
     values: Tensor
-    """``[L]``, int32 or int64."""
+    """``[L]``, int32 or int64; given as uint32 or uint64, they become int64, the latter by their
+    bits and in the same memory."""
     batch_size: int
     offsets: Tensor | None = None
     """``[F * B + 1]``, int32 or int64; None where ``hotness`` is given."""
@@ -43,10 +44,13 @@ class SparseFeatures:
             object.__setattr__(self, "keys", names_in("keys", self.keys))
         if self.hotness is not None and type(self.hotness) is not tuple:
             object.__setattr__(self, "hotness", _counts("hotness", self.hotness))
+        values = checks.signed_ids("values", self.values)
+        if values is not self.values:
+            object.__setattr__(self, "values", values)
         self._check()
 
     def _check(self) -> None:
-        checks.check_ids("values", self.values)
+        checks.check_dim("values", self.values, 1)
         if not all(isinstance(key, str) for key in self.keys):
             raise TypeError(f"keys must hold strings, got {list(self.keys)}")
         if not _is_count(self.batch_size):

@@ -1,6 +1,6 @@
 """Flat tensors of ids, or of their weights, from nested Python lists."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -60,12 +60,13 @@ def _bag(name: str, feature: str, sample: int, bag: Any) -> list[Number]:
 
 
 def flat_ids(features: Sequence[str], bags: Sequence[Sequence[Sequence[Number]]]) -> Tensor:
-    """The numbers of ``bags [F][B][ids]`` as int64 ``[L]``.
+    """The numbers of ``bags [F][B][ids]`` as int64 ``[L]``; those from 2**63 to 2**64 - 1 by their
+    bits.
 
     Raises:
         TypeError: for a value that is no whole number, by feature and sample.
     """
-    return _flat("ids", "whole numbers", features, bags, _INTEGERS).to(torch.int64)
+    return _flat("ids", "whole numbers", features, bags, _INTEGERS, _id_tensor).to(torch.int64)
 
 
 def flat_weights(features: Sequence[str], bags: Sequence[Sequence[Sequence[Number]]]) -> Tensor:
@@ -75,7 +76,7 @@ def flat_weights(features: Sequence[str], bags: Sequence[Sequence[Sequence[Numbe
         TypeError: for a value that is no number, by feature and sample.
     """
     kinds = (torch.float32, torch.float64, torch.float16, torch.bfloat16, *_INTEGERS)
-    return _flat("weights", "numbers", features, bags, kinds).to(torch.float32)
+    return _flat("weights", "numbers", features, bags, kinds, _tensor).to(torch.float32)
 
 
 def _flat(
@@ -84,13 +85,14 @@ def _flat(
     features: Sequence[str],
     bags: Sequence[Sequence[Sequence[Number]]],
     dtypes: Sequence[torch.dtype],
+    as_tensor: Callable[[Sequence[Number]], Tensor | None],
 ) -> Tensor:
-    flat = _tensor([number for of_feature in bags for bag in of_feature for number in bag])
+    flat = as_tensor([number for of_feature in bags for bag in of_feature for number in bag])
     if flat is not None and (flat.numel() == 0 or flat.dtype in dtypes):
         return flat
     for feature, of_feature in zip(features, bags, strict=True):
         for sample, bag in enumerate(of_feature):
-            tensor = _tensor(bag)
+            tensor = as_tensor(bag)
             if tensor is None or (tensor.numel() and tensor.dtype not in dtypes):
                 raise TypeError(
                     f"{name} of feature {feature}, sample {sample}, must be {kind}, got {bag!r}"
@@ -106,3 +108,11 @@ def _tensor(numbers: Sequence[Number]) -> Tensor | None:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     return tensor if tensor.dim() == 1 else None
+
+
+def _id_tensor(numbers: Sequence[Number]) -> Tensor | None:
+    """:func:`_tensor`, where numbers that only uint64 holds become int64 of the same bits."""
+    tensor = _tensor(numbers)
+    if tensor is not None or not all(isinstance(n, int) and n < 2**64 for n in numbers):
+        return tensor
+    return _tensor([n - 2**64 if n >= 2**63 else n for n in numbers])

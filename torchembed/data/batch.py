@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchembed.core.checks import as_signed
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
@@ -269,7 +270,7 @@ def _jagged_features(ids: Mapping[str, Any]) -> SparseFeatures:
     sizes = {key: of_feature.offsets().numel() - 1 for key, of_feature in ids.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"jagged features must have one number of samples, got {sizes}")
-    values = [of_feature.values() for of_feature in ids.values()]
+    values = [as_signed(of_feature.values()) for of_feature in ids.values()]
     firsts = itertools.accumulate((part.numel() for part in values), initial=0)
     bounds = [of_feature.offsets() + n for of_feature, n in zip(ids.values(), firsts, strict=False)]
     return SparseFeatures(
@@ -292,7 +293,7 @@ def _fixed_features(sparse: Mapping[str, object]) -> SparseFeatures:
         )
     return SparseFeatures(
         keys=tuple(ids),
-        values=torch.cat([column.reshape(-1) for column in ids.values()]),
+        values=torch.cat([as_signed(column).reshape(-1) for column in ids.values()]),
         batch_size=sizes.pop(),
         hotness=tuple(shape[1] if len(shape) == 2 else 1 for shape in shapes.values()),
     )

@@ -19,7 +19,7 @@ def bags_as_feature(
         TypeError, ValueError: for arguments that do not fit together, or the module's settings.
     """
     ids, offsets, per_sample_weights, count = arguments
-    checks.check_dtype("input", ids, checks.ID_DTYPES, "call .long()")
+    ids = checks.signed_ids("input", ids)
     if per_sample_weights is not None:
         if mode != "sum":
             raise ValueError(f'per_sample_weights needs mode="sum", got mode={mode!r}')
@@ -62,7 +62,7 @@ def bags_as_feature(
 
 def ids_as_feature(ids: Tensor) -> SparseFeatures:
     """A bag for each id of ``ids [...]``."""
-    checks.check_dtype("input", ids, checks.ID_DTYPES, "call .long()")
+    ids = checks.signed_ids("input", ids)
     return SparseFeatures(
         keys=("input",), values=ids.reshape(-1), batch_size=ids.numel(), hotness=(1,)
     )

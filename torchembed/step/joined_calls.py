@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torchembed.core.checks import as_signed
 from torchembed.core.features import SparseFeatures
 from torchembed.core.stand_ins import KeptTensors
 from torchembed.core.trees import Tree, tensors_in
@@ -141,13 +142,13 @@ class JoinedCall:
     def _gathered(
         self, name: str, tensors: Sequence[Tensor], places: Sequence[TensorPlace]
     ) -> Tensor:
-        """The elements at ``places``, one after the other."""
+        """The elements at ``places``, one after the other; int64 where they are unsigned."""
         numbers = {place.number for place in places}
         if len(numbers) > 1:
-            return torch.cat([place.of(tensors).reshape(-1) for place in places])
+            return torch.cat([as_signed(place.of(tensors)).reshape(-1) for place in places])
         source = tensors[numbers.pop()]
         size = source.untyped_storage().nbytes() // source.element_size()
-        flat = source.as_strided((size,), (1,), 0)
+        flat = as_signed(source.as_strided((size,), (1,), 0))
 
         def index() -> Tensor:
             elements = torch.arange(size, device=flat.device)

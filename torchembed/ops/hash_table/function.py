@@ -15,8 +15,6 @@ from torchembed.ops.hash_table.schema import (
     touch_slots_op,
 )
 
-_KEY_DTYPES = (torch.int64, torch.int32, torch.uint32, torch.uint64)
-
 
 def int64_keys(keys: Tensor) -> Tensor:
     """``keys`` as int64: int32 and uint32 keep their values, uint64 its bits.
@@ -24,8 +22,7 @@ def int64_keys(keys: Tensor) -> Tensor:
     Raises:
         TypeError: for another dtype.
     """
-    checks.check_dtype("keys", keys, _KEY_DTYPES, "call .long()")
-    return keys.view(torch.int64) if keys.dtype == torch.uint64 else keys.long()
+    return checks.signed_ids("keys", keys).long()
 
 
 def find_slots(hash_tables: HashTables, keys: Tensor, tables: Tensor) -> Tensor:
