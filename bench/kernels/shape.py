@@ -101,7 +101,7 @@ def make_shape_batch(shape: Shape, number: int, device: torch.device) -> ShapeBa
 
 
 class Expected(NamedTuple):
-    """What a batch must give from given rows, in float64, and how far rounding may be off."""
+    """The result of a batch from given rows, in float64, and how far rounding may be off."""
 
     value: Tensor
     limit: Tensor
@@ -115,7 +115,7 @@ def excess(found: Tensor, expected: Expected) -> float:
 
 
 class _Positions(NamedTuple):
-    """Where the ids of a batch belong."""
+    """The places that the ids of a batch belong to."""
 
     bags: Tensor
     """int64 ``[L]``: the vector, in the order of the gradient's rows, that an id is a part of."""
@@ -152,7 +152,7 @@ def _rows_of(tables: Sequence[Tensor], rows: Tensor, num_rows: int) -> Tensor:
 
 
 def expected_vectors(shape: Shape, batch: ShapeBatch, tables: Sequence[Tensor]) -> Expected:
-    """What the lookup of ``batch`` in ``tables``, ``[num_rows, dim]`` each, must give, in the form
+    """The result of the lookup of ``batch`` in ``tables``, ``[num_rows, dim]`` each, in the form
     of the batch's gradient. Vectors are float32."""
     bags, scales, rows = _positions(shape, batch)
     parts = _rows_of(tables, rows, shape.num_rows)
@@ -181,8 +181,8 @@ class ExpectedRows(NamedTuple):
 
 
 def expected_rows(shape: Shape, batch: ShapeBatch, tables: Sequence[Tensor]) -> ExpectedRows:
-    """What the first step of the shape's rule must make of the rows of ``tables`` that ``batch``
-    looks up.
+    """The rows of ``tables`` that ``batch`` looks up, as the first step of the shape's rule must
+    leave them.
 
     The limit is first order in the unit roundoff: that of the sum of a row's gradients, as far as
     it moves the step, and that of the step itself; 16-bit rows are then rounded up or down.
@@ -204,8 +204,8 @@ def expected_rows(shape: Shape, batch: ShapeBatch, tables: Sequence[Tensor]) -> 
 
 
 def _change(rule: Rule, gradient: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """What the first step subtracts, and how far it may be off where ``gradient`` is off by
-    ``limit``."""
+    """The difference that the first step makes, and how far it may be off where ``gradient`` is
+    off by ``limit``."""
     num_roundings = 8
     """At most, of the arithmetic of a step."""
     if rule == SGD:

@@ -22,7 +22,7 @@ SCALE = 16.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TierSetting:
-    """What all systems of a comparison train."""
+    """The training that all systems of a comparison do."""
 
     batch_size: int
     ids: str

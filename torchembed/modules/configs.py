@@ -59,7 +59,7 @@ class EmbeddingConfig:
     dynamic: Dynamic | None = None
     """Makes each 64-bit integer an id; None for a table with a row for each number."""
     storage: HostMemory | None = None
-    """Where the rows live; None: on the device."""
+    """The home of the rows; None: the device."""
 
     def __post_init__(self) -> None:
         names = names_in(f"feature_names of table {self.name}", self.feature_names)

@@ -160,7 +160,7 @@ def check_index(table: Table, state_dict: Mapping[str, Any], prefix: str) -> Che
 def _wrong_places(
     table: Table, contents: Mapping[str, Tensor], num_rows: int, key: str
 ) -> list[str]:
-    """What is wrong where ids do not lie where ``table`` looks for them, with ``num_rows``."""
+    """The errors of ids that do not lie where ``table`` looks for them, with ``num_rows``."""
     factory = table.spec.index
     if not isinstance(factory, HashFactory):
         return []

@@ -88,7 +88,7 @@ class JoinedRows(NamedTuple):
     missing_ids: Ids | None = None
     """The ids, where those without a row are looked up as other values than zeros."""
     fetched: FetchedRows | None = None
-    """What was brought to the device, of a group whose rows live elsewhere; None: nothing was."""
+    """The rows that were brought to the device, of a group that lives elsewhere; None: none."""
 
 
 class JoinedLookup:

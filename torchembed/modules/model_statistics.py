@@ -74,8 +74,8 @@ class ModelStatistics:
         self._caches = CacheStatisticsReading(caches(model))
 
     def scalars(self) -> dict[str, float]:
-        """What was counted by the names that metrics give it, as ``item/size`` of table ``item``
-        and ``users.cache/hit_rate``; waits for the copy."""
+        """The counts by the names that metrics give them, as ``item/size`` of table ``item`` and
+        ``users.cache/hit_rate``; waits for the copy."""
         found = {**self._tables.result(), **self._caches.result()}
         return {
             f"{name}/{figure}": value

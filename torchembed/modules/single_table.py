@@ -232,8 +232,8 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
         return self.dynamic is not None or self.storage is not None
 
     def _fetched(self, rows: Tensor) -> FetchedRows | None:
-        """What a lookup of ``rows [L]`` of the table has brought to the device; None where nothing
-        is to be, since no update may follow or the rows live there."""
+        """The rows that a lookup of ``rows [L]`` of the table has brought to the device; None where
+        none are to be, since no update may follow or they live there."""
         if self.storage is None or torch.compiler.is_compiling() or not admits_in_forward(self):
             return None
         return self._slots.fetch(rows, admission_in_forward(None))

@@ -108,7 +108,7 @@ class _Source(NamedTuple):
 def _source(
     group: TableGroup, rows: Tensor, sink: GradientSink, fetched: FetchedRows | None
 ) -> _Source:
-    """What a lookup of ``rows [L]`` of ``group`` reads."""
+    """The memory that a lookup of ``rows [L]`` of ``group`` reads."""
     is_tiered = isinstance(group, TieredGroup)
     if not is_tiered or not all(table.holds_parameter() for table in group.tables):
         # What stands in place of a parameter may be made of it, as by a parametrization.

@@ -228,7 +228,7 @@ class TableGroup:
 
     @property
     def initial_values(self) -> InitialValues:
-        """What the values of new rows are functions of."""
+        """The keys and distributions that the values of new rows are functions of."""
         return self._initial_values.get(None, self._find_initial_values)
 
     @torch.inference_mode(mode=False)

@@ -17,7 +17,7 @@ class Reading(Protocol[K, V]):
         ...
 
     def result(self) -> dict[K, V]:
-        """What was counted, by name; waits for the copy."""
+        """The counts by name; waits for the copy."""
         ...
 
 

@@ -36,7 +36,7 @@ class TableSpec:
     missing: MissingValue = Missing.ZEROS
     """The vector of an id without a row, of ``dim`` numbers where it is one."""
     storage: HostMemory | None = None
-    """Where the rows live; None: on the device."""
+    """The home of the rows; None: the device."""
 
     @property
     def num_ids(self) -> int | None:
@@ -163,7 +163,7 @@ class Table:
         self.holder: WeightHolder | None = None
         """The module whose ``weight`` is ``parameter``; None for a parameter of no module."""
         self.shown_states: list[Tensor] = []
-        """What an optimizer shows of the table's state: views, which follow where it grows."""
+        """The views of the table's state that an optimizer shows; they follow where it grows."""
         self.kept_contents: dict[str, Tensor] | None = None
         """Of a copy that has no group yet: :meth:`index_contents` of what it was copied from."""
         self.cache_device: torch.device | None = None

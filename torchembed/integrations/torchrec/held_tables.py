@@ -112,7 +112,7 @@ class DynamicTable:
         )
 
     def delta(self, since: DeltaMark | None = None) -> Delta:
-        """What changed in the rows of this rank since a mark; see
+        """The changes of this rank's rows since a mark; see
         :meth:`torchembed.EmbeddingBagCollection.delta`."""
         return read_delta(self.parts, since)
 

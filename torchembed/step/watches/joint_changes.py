@@ -42,8 +42,8 @@ class JointChanges:
         self._has_noted_hooks = self._hooks.are_there
 
     def before_step(self, *, has_read: bool) -> Joint:
-        """What all ranks have found; a warning names values that changed on this rank alone, as
-        seen from here. Every rank calls it before each step.
+        """The changes that all ranks have found; a warning names values that changed on this rank
+        alone, as seen from here. Every rank calls it before each step.
 
         Args:
             has_read: True if batches were read before this step, which have been agreed on.

@@ -10,7 +10,7 @@ from torchembed.tables import table_of
 
 _MAX_CHANGES = 3
 _WINDOW = 30
-"""What changes so often in so many steps is not worth a capture each time."""
+"""A value that changes so often in so many steps is not worth a capture each time."""
 
 
 class ModelChanges:

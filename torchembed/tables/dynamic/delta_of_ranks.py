@@ -43,7 +43,7 @@ def delta_on_all_ranks(read: Callable[[], Delta], group: dist.ProcessGroup) -> D
 def gather_delta(
     delta: Delta, group: dist.ProcessGroup | None = None
 ) -> Mapping[str, TableDelta] | None:
-    """What changed in whole tables, by name, from what each rank's ``delta(since=...)`` gave it.
+    """The changes of whole tables, by name, from those that ``delta(since=...)`` gave each rank.
 
     Ids follow one another in the order of the ranks, and so do the rows that ids share, of which
     those of a rank are for ids that a hash gives to it. Collective: all ranks call it with deltas

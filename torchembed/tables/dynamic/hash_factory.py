@@ -53,7 +53,7 @@ class HashFactory:
 
     @property
     def moved_row_bytes(self) -> int:
-        """What the index holds of it, and the number of the row that it becomes."""
+        """Bytes that the index holds of a row, and of the number of the row that it becomes."""
         return index_bytes_of(self.dynamic) + _ROW_NUMBER_BYTES if self.grows else 0
 
     def shape_with(self, num_rows: int, max_rows: int) -> TableShape | None:

@@ -42,7 +42,7 @@ from torchembed.tables.row_index import Admission, IndexedTable, NewRows, RowInd
 
 
 class GrownIndex(NamedTuple):
-    """What a :class:`HashIndex` holds with more rows, made by :meth:`HashIndex.grown`."""
+    """The state of a :class:`HashIndex` with more rows, made by :meth:`HashIndex.grown`."""
 
     tables: list[IndexedTable]
     hash_tables: HashTables

@@ -83,7 +83,7 @@ class SharedRows:
 
 
 def numbers_of_shared_rows(num_rows: int, device: torch.device) -> Tensor:
-    """What stands in place of ids in each of ``num_rows`` shared rows of a table, int64
+    """Numbers in place of ids for each of ``num_rows`` shared rows of a table, int64
     ``[num_rows]``."""
     places = torch.arange(num_rows, device=device)
     return random_bits(torch.full_like(places, _ID_KEY), places)

@@ -127,7 +127,7 @@ def write_rows(table: Table, chunk: RowChunk) -> int:
 
 
 def _moves(table: Table, chunk: RowChunk) -> list[tuple[Tensor, Tensor, str]]:
-    """What is to be copied for a chunk: values, the tensor of the table, and its name."""
+    """The copies to do for a chunk: of values to a tensor of the table, and its name."""
     own = table_states(table) if chunk.states else {}
     moves = [(chunk.rows, table.parameter.data, "rows")]
     for name, values in chunk.states.items():

@@ -1,1 +1,1 @@
-"""What TorchRec's planner is told of torchembed's tables."""
+"""torchembed's tables in TorchRec's planner."""

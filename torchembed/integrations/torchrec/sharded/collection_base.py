@@ -1,4 +1,4 @@
-"""What TorchRec's two sharded collections over torchembed's tables have in common."""
+"""The base of TorchRec's two sharded collections over torchembed's tables."""
 
 import itertools
 from collections.abc import Sequence

@@ -89,7 +89,7 @@ def _local_tables(config: GroupedEmbeddingConfig, dtype: torch.dtype) -> list[Ta
 
 
 def _storages(config: GroupedEmbeddingConfig) -> list[HostMemory | None]:
-    """Where the rows of each table of ``config`` live; equal for tables of one width, which share a
+    """The storage of each table of ``config``; equal for tables of one width, which share a
     cache."""
     tables = config.embedding_tables
     if not in_host_memory(config):

@@ -87,7 +87,7 @@ class BatchedTables(nn.Module):
         return split
 
     def _source(self, number: int, rows: Tensor) -> LookupSource:
-        """What a lookup of ``rows [L]`` of group ``number`` reads."""
+        """The memory that a lookup of ``rows [L]`` of group ``number`` reads."""
         raise NotImplementedError
 
     def _look_up(self, ids: Tensor, offsets: Tensor, per_id_weights: Tensor | None) -> Tensor:
@@ -141,7 +141,7 @@ class BatchedTables(nn.Module):
         look_up_in: Callable[..., Tensor],
         missing: MissingVectors | None,
     ) -> Tensor:
-        """What ``look_up`` gives, with the vectors of ids that have no row, by ``look_up_in``."""
+        """The vectors of ``look_up``, with those of ids that have no row, by ``look_up_in``."""
         if missing is None:
             return look_up(output_dtype=self._output_dtype)
         # Both are added before they are rounded, as kernels add rows.
