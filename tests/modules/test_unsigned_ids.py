@@ -1,7 +1,7 @@
 """Ids of uint32 and uint64: the first by their values, the others by their bits."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -170,10 +170,12 @@ def batches(dtype: torch.dtype, *, is_unsigned: bool, is_jagged: bool) -> Iterat
         }
 
 
-def trained(dtype: torch.dtype, capture: bool | None, **settings: bool) -> tuple[Model, list[str]]:
+def trained(
+    dtype: torch.dtype, capture: bool | None, device: torch.device, **settings: bool
+) -> tuple[Model, list[str]]:
     """A trained model, and the forms of its steps; by a plain loop where ``capture`` is
     None."""
-    model, forms = Model(), []
+    model, forms = Model().to(device), []
     optimizer = torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.1)
     if capture is None:
         for batch in batches(dtype, **settings):
@@ -182,7 +184,7 @@ def trained(dtype: torch.dtype, capture: bool | None, **settings: bool) -> tuple
             optimizer.step()
     else:
         with contextlib.ExitStack() as stack:
-            if capture:
+            if capture and device.type == "cpu":
                 stack.enter_context(taped_captures())
             pipeline = stack.enter_context(TrainPipeline(model, None, optimizer, capture=capture))
             read = batches(dtype, **settings)
@@ -197,10 +199,26 @@ def trained(dtype: torch.dtype, capture: bool | None, **settings: bool) -> tuple
 @DTYPES
 def test_training_is_that_of_the_same_int64_ids(dtype: torch.dtype, is_jagged: bool) -> None:
     """By a loop, in eager steps and in captured ones, as many of which are captured."""
+    check_training(dtype, (None, False, True), torch.device("cpu"), is_jagged=is_jagged)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_jagged", [False, True], ids=["fixed", "jagged"])
+@DTYPES
+def test_training_in_graphs_is_that_of_the_same_int64_ids(
+    dtype: torch.dtype, is_jagged: bool, device: torch.device
+) -> None:
+    check_training(dtype, (False, True), device, is_jagged=is_jagged)
+
+
+def check_training(
+    dtype: torch.dtype, captures: Sequence[bool | None], device: torch.device, *, is_jagged: bool
+) -> None:
+    """Ids of ``dtype`` train the same bits as int64 ones, in steps of the same kinds."""
     form = "padded" if is_jagged else "graph"
-    for capture in (None, False, True):
-        signed = trained(dtype, capture, is_unsigned=False, is_jagged=is_jagged)
-        found = trained(dtype, capture, is_unsigned=True, is_jagged=is_jagged)
+    for capture in captures:
+        signed = trained(dtype, capture, device, is_unsigned=False, is_jagged=is_jagged)
+        found = trained(dtype, capture, device, is_unsigned=True, is_jagged=is_jagged)
         assert_same_state(found[0], state_of(signed[0]))
         assert found[1] == signed[1]
         assert (form in found[1]) is (capture is True)
