@@ -103,8 +103,8 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
-    """What other tests have had torch compile does not count: pipelines observe attributes in
-    processes that have compiled nothing alone."""
+    """Functions that other tests have had torch compile do not count: pipelines observe attributes
+    in processes that have compiled nothing alone."""
     compiler = sys.modules.get("torch._dynamo.utils")
     if compiler is not None:
         compiler.counters.clear()

@@ -21,9 +21,9 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 
 def test_import_adds_its_own_lower_rooms_to_torch_and_numpy() -> None:
-    """What is imported counts, and not how long it takes: that depends on the machine. Rooms of
-    torch that torch leaves for later (Dynamo, Inductor, parts of torch.distributed) are foreign,
-    as Triton and sympy are."""
+    """The modules that are imported count, and not how long it takes: that depends on the machine.
+    Rooms of torch that torch leaves for later (Dynamo, Inductor, parts of torch.distributed) are
+    foreign, as Triton and sympy are."""
     added: list[str] = json.loads(run_python_or_fail("-W", "ignore", "-c", MEASURE, cwd=ROOT))
     ours = [name for name in added if name.partition(".")[0] == "torchembed"]
     known = {"torchembed", "numpy", *sys.stdlib_module_names}

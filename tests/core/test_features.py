@@ -191,7 +191,8 @@ def test_jagged_tensor_has_lengths() -> None:
 
 
 class KeyedJaggedLike:
-    """What is read of a ``KeyedJaggedTensor``, written here: TorchRec is not needed for it."""
+    """The methods that are read of a ``KeyedJaggedTensor``, written here: TorchRec is not needed
+    for it."""
 
     def __init__(self, variable_stride: bool = False) -> None:
         self._variable_stride = variable_stride

@@ -163,7 +163,7 @@ def gather() -> list[float] | None:
 
 
 def told_by_gpus_only(folder: Path) -> list[Any]:
-    """What ranks tell each other where their process group carries no CPU tensors."""
+    """The words of ranks to each other where their process group carries no CPU tensors."""
     rank = dist.get_rank()
     groups = iter(dist.FileStore(str(folder / name), NUM_RANKS) for name in ("gpu", "cpu"))
 

@@ -20,7 +20,7 @@ SPARSE = SparseFeatures(
 
 
 class Jagged:
-    """What is asked of a KeyedJaggedTensor."""
+    """The methods that are asked of a KeyedJaggedTensor."""
 
     def keys(self) -> list[str]:
         return ["cat_0", "cat_1"]

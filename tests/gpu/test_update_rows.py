@@ -41,7 +41,7 @@ def library_updates(device: torch.device) -> None:
 
 
 def launch(kernel: Callable[..., Any], weight: Tensor, rows: Tensor, **options: Any) -> list[Any]:
-    """What the kernel returns, then the weight and the states that it leaves."""
+    """The kernel's result, then the weight and the states that it leaves."""
     options = {"kind": KINDS[0], "multiplier": None, "skip": None} | options
     num_rows, rule = weight.shape[0], UpdateRule(kind=options["kind"], **options.get("rule", {}))
     weight = weight.clone()

@@ -111,7 +111,7 @@ def test_ids_that_were_evicted_are_counted_anew() -> None:
 
 
 def test_ids_that_find_no_row_keep_their_counts() -> None:
-    """What a full table refuses is admitted as soon as there is room."""
+    """Ids that a full table refuses are admitted as soon as there is room."""
     module = bags(Dynamic(admission=MinimumCount(3)), capacity=2)
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.5)
     # Gradients of both rows wait for an update, so that neither may go.

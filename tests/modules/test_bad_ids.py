@@ -29,7 +29,7 @@ def clicks(mood: list[list[int]]) -> Clicks:
 
 
 def raised(module: nn.Module, *arguments: Any) -> str:
-    """What the lookup raises: at once on the CPU; on a GPU when the host waits for it."""
+    """The error of the lookup: at once on the CPU; on a GPU when the host waits for it."""
     with pytest.raises(IndexError) as caught:  # noqa: PT012 - where it raises depends on the device
         module(*arguments)
         assert arguments[0].values.is_cuda

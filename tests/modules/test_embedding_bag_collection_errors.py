@@ -1,4 +1,4 @@
-"""What ``EmbeddingBagCollection`` refuses, and in which words."""
+"""Errors of ``EmbeddingBagCollection``, word by word."""
 
 import dataclasses
 

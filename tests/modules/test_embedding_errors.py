@@ -1,4 +1,4 @@
-"""What ``EmbeddingBag`` and ``Embedding`` refuse, and in which words."""
+"""Errors of ``EmbeddingBag`` and ``Embedding``, word by word."""
 
 from typing import Any
 

@@ -38,7 +38,7 @@ class Case:
     weighted: bool = False
 
     def plain(self, tables: Sequence[Tensor], factors: Tensor | None) -> Tensor:
-        """What the module gives for ``tables``."""
+        """The module's vectors for ``tables``."""
         ids, found = torch.tensor(IDS, device=tables[0].device), []
         for table, positions in self.of:
             places = torch.tensor(positions, dtype=torch.int64, device=ids.device)

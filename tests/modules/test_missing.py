@@ -1,4 +1,4 @@
-"""What ids without a row of a dynamic table are looked up as."""
+"""Lookups of ids without a row of a dynamic table."""
 
 import copy
 import dataclasses

@@ -100,7 +100,7 @@ def trained(
     *,
     compiles: bool,
 ) -> tuple[list[Tensor], dict[str, Tensor], nn.Module]:
-    """What the steps of a loop return, and after them an evaluation, and the state at the end."""
+    """Results of the steps of a loop, and after them an evaluation, and the state at the end."""
     module = MODELS[kind](dynamic, device)
     steps = optimizer(module.parameters(), lr=0.1)  # type: ignore[call-arg]
     call, found = compiled_once(module) if compiles else module, []

@@ -66,7 +66,7 @@ def test_a_state_dict_is_the_model_itself(device: torch.device) -> None:
 
 
 def read_again(saved: object) -> Any:
-    """What ``torch.load`` makes of it by default, which runs no code of the file."""
+    """The object that ``torch.load`` makes of it by default, which runs no code of the file."""
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)

@@ -1,4 +1,4 @@
-"""What ``TORCHEMBED_CHECK_OPERATIONS=1`` finds in tensors: contents that would take a kernel past
+"""Checks under ``TORCHEMBED_CHECK_OPERATIONS=1``: contents of tensors that would take a kernel past
 the ends of memory. Each case runs in a process that has the variable set."""
 
 import json
@@ -156,7 +156,7 @@ def print_errors() -> None:
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, list[str]]:
-    """What is said in a process of this lane that checks contents."""
+    """The words of a process of this lane that checks contents."""
     lane = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
     if _native.load_error() is not None:
         lane["TORCHEMBED_FORCE_REFERENCE"] = "1"

@@ -37,7 +37,7 @@ def in_order(keys: list[int]) -> list[int]:
 
 
 def test_places_follow_from_the_hash(device: torch.device) -> None:
-    """What the kernels repeat, in Python's integers."""
+    """The hash that the kernels compute, in Python's integers."""
     geometry = torch.tensor([[0, 1, 1, 4], [4, 5, 32, 128], [20484, 2**20 - 3, 7, 100]])
     keys = torch.tensor([*EXTREME_KEYS, *range(40)])
     for table, (first, num_blocks, num_buckets, num_slots) in enumerate(geometry.tolist()):

@@ -42,7 +42,8 @@ def spare_positions(bags: Bags) -> list[int]:
 
 
 class Arranged(NamedTuple):
-    """What a result must hold: for each of its positions one of the batch, None where spare."""
+    """The elements that a result must hold: for each of its positions one of the batch, None where
+    spare."""
 
     sources: list[int | None]
     lengths: list[int]
@@ -189,7 +190,7 @@ BOUNDARIES = {
 
 
 def bucketized(bags: Bags, boundaries: list[list[int]]) -> tuple[Arranged, list[int]]:
-    """Where the ids go, and what each becomes."""
+    """The places that ids go to, and what each becomes."""
     rows = bags.rows.tolist()
     num_buckets = len(boundaries[0]) - 1 if boundaries else 1
     chosen: list[list[int]] = [[] for _ in range(num_buckets * len(bags.lengths))]
@@ -306,7 +307,7 @@ def jagged_arguments(bags: Bags, device: torch.device) -> tuple[Tensor, Tensor, 
 def every_result(
     values: Tensor, offsets: Tensor, ranges: Tensor, weights: Tensor, batch_size: int
 ) -> list[Tensor]:
-    """What each operation makes of one batch; ``weights`` take part in all."""
+    """The result of each operation on one batch; ``weights`` take part in all."""
     grouping = {"num_features": ranges.shape[0], "batch_size": batch_size}
     num_ids = values.shape[0]
     swapped = permute_features(values, offsets, [1, 0], **grouping, weights=weights)

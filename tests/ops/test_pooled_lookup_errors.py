@@ -1,4 +1,4 @@
-"""What ``pooled_lookup`` says about arguments that do not fit."""
+"""Errors of ``pooled_lookup`` for arguments that do not fit."""
 
 from typing import Any
 

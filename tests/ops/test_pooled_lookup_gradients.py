@@ -1,4 +1,4 @@
-"""Where the gradients of ``pooled_lookup`` go: sparse tensors, sinks, frozen weights."""
+"""Gradients of ``pooled_lookup``: sparse tensors, sinks, frozen weights."""
 
 from typing import Any
 

@@ -211,7 +211,7 @@ def test_means_equal_the_reference(
 
 
 def test_schemas_say_what_is_written(device: torch.device) -> None:
-    """What an operation changes is what its schema declares, peers' memory among it."""
+    """An operation changes what its schema declares, peers' memory among it."""
     if lanes.picked_kernel("push_barrier", device) != "reference":
         pytest.skip("the check copies the ranks' memory, which kernels reach by address")
     ranks = Ranks(device, torch.float32, 1)

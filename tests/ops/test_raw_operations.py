@@ -1,4 +1,4 @@
-"""What every operation says to arguments that do not fit when it is called without its public
+"""Errors of every operation for arguments that do not fit, when it is called without its public
 function: the same of each kernel, before any memory is touched."""
 
 from typing import Any

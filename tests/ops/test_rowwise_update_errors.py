@@ -1,4 +1,4 @@
-"""What ``rowwise_update`` says about arguments that do not fit."""
+"""Errors of ``rowwise_update`` for arguments that do not fit."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What ``rowwise_update`` promises to the bit: order, sums, skipping, repeats, tracing."""
+"""Promises of ``rowwise_update``, to the bit: order, sums, skipping, repeats, tracing."""
 
 from collections.abc import Sequence
 from typing import Any

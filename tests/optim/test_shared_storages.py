@@ -53,7 +53,7 @@ def lay_out(layers: nn.RNNBase) -> None:
 
 
 def places(weights: Sequence[Tensor]) -> list[int]:
-    """Where each of the weights begins in their one storage, in elements."""
+    """The place where each of the weights begins in their one storage, in elements."""
     (storage,) = {weight.untyped_storage().data_ptr() for weight in weights}
     return [(weight.data_ptr() - storage) // weight.element_size() for weight in weights]
 

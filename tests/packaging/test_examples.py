@@ -24,7 +24,7 @@ class Example(NamedTuple):
 
     @property
     def launcher(self) -> list[str]:
-        """What starts the example, less the interpreter and the program."""
+        """The command that starts the example, less the interpreter and the program."""
         start = re.match(r"# Start with: torchrun (.*) train.py\n", self.text)
         return ["-m", "torch.distributed.run", *start[1].split()] if start else []
 

@@ -1,4 +1,4 @@
-"""What importing torchembed needs, and names that nobody may import."""
+"""Modules that importing torchembed needs, and names that nobody may import."""
 
 import ast
 from pathlib import Path

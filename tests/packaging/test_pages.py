@@ -57,7 +57,7 @@ MADE_FILES = {"complete.json", "rows.safetensors.index.json"}
 
 
 def inline_code(page: str) -> set[str]:
-    """What stands between single backticks, outside blocks of code."""
+    """The words between single backticks, outside blocks of code."""
     return set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL)))
 
 
@@ -70,7 +70,7 @@ def is_there(path: str) -> bool:
 
 
 def attribute(name: str) -> object:
-    """What the dotted ``name`` is: a module, or something in one."""
+    """The object of the dotted ``name``: a module, or something in one."""
     found = pkgutil.resolve_name(name.partition(".")[0])
     for end in range(2, name.count(".") + 2):
         part = ".".join(name.split(".")[:end])

@@ -1,4 +1,4 @@
-"""What is wrong with a run is said before it trains."""
+"""Errors of a run are said before it trains."""
 
 import os
 import sys

@@ -135,7 +135,7 @@ def refusals() -> dict[str, str]:
 
 
 def fewer_lookups() -> str:
-    """What the first rank is told where the other one ends its loop before it."""
+    """The error on the first rank where the other one ends its loop before it."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     model = make_model(Case(placements={}), "meta")
     mesh = DeviceMesh.from_group(group, "cpu")

@@ -1,4 +1,4 @@
-"""What the dense part costs, by hand, and what of a model it is."""
+"""Costs of the dense part, by hand, and which part of a model it is."""
 
 import dataclasses
 import functools

@@ -85,7 +85,7 @@ def some_unsigned(batch: Batch) -> Batch:
 
 
 def of_unseen(model: Model) -> Any:
-    """What evaluation gives for ids without a row; two numbers have one sum in any order."""
+    """The vectors in evaluation of ids without a row; two numbers have one sum in any order."""
     model.eval()
     return [model.tables[number](UNSEEN).detach().numpy() for number in range(4)]
 

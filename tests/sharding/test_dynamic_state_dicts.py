@@ -59,7 +59,7 @@ def trained(case: Case) -> nn.Module:
 
 
 def contents(model: nn.Module) -> dict[str, Tensor]:
-    """What this rank holds, by name; copies."""
+    """The tensors of this rank by name; copies."""
     return {
         f"{table.spec.name}.{name}": tensor.clone()
         for table in model.tables.table_set.tables
@@ -108,7 +108,7 @@ def rows_of_a(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_others() -> list[str | None]:
-    """What loading says of rows of another rank, of a table that is not divided, and of its own;
+    """Errors of loading for rows of another rank, of a table that is not divided, and of its own;
     None where it says nothing."""
     case = CASES[0]
     model = trained(case)

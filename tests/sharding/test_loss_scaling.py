@@ -42,8 +42,8 @@ def made_plan(num_ranks: int) -> ShardingPlan:
 def skipped_steps(
     optimizer_name: str, scaler_kind: type[torch.amp.GradScaler] = torch.amp.GradScaler
 ) -> list[dict[str, Any]]:
-    """What this rank has before training, after a step with one infinite gradient of table "b" on
-    the last rank, after one without, and (with SGD) after one in which rank 1 discarded its
+    """The state of this rank before training, after a step with one infinite gradient of table "b"
+    on the last rank, after one without, and (with SGD) after one in which rank 1 discarded its
     gradients."""
     model = make_model(CASE, "meta")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -1,4 +1,4 @@
-"""What a rank's memory will be used for."""
+"""The uses that a rank's memory will have."""
 
 import dataclasses
 

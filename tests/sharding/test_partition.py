@@ -49,7 +49,7 @@ SOME_IDS = {
 
 
 def most_chi_square(degrees: int) -> float:
-    """What a chi-square of ``degrees`` degrees of freedom exceeds once in 10**9 times, at most
+    """The bound that a chi-square of ``degrees`` degrees exceeds once in 10**9 times, at most
     (Laurent and Massart, "Adaptive estimation of a quadratic functional", 2000, lemma 1)."""
     x = 9 * math.log(10)
     return degrees + 2 * math.sqrt(degrees * x) + 2 * x

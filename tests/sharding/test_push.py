@@ -173,7 +173,7 @@ def test_moves_are_inverse_and_fill_each_home_once(batch_sizes: tuple[int, ...])
 
 
 def apply_moves(source: Tensor, moves: list[tuple[int, ...]], targets: list[Tensor]) -> None:
-    """What the kernel does, where no element is stored twice."""
+    """The effect of the kernel, where no element is stored twice."""
     for rank, num_rows, num_columns, row, column, target, stride in moves:
         if num_rows:
             shape = num_rows, num_columns
@@ -198,7 +198,7 @@ def test_where_gpus_cannot_push() -> None:
 
 
 def refusals() -> list[str]:
-    """What is said on a rank without GPUs."""
+    """The words of a rank without GPUs."""
     said: list[str] = []
     model, mesh = make_model(CASES[0], "meta"), made_mesh("cpu", 1)
     for transport in (WireTransport.PUSH, "push"):

@@ -83,7 +83,7 @@ def refusals() -> dict[str, str]:
 
 
 def disagreements() -> dict[str, str]:
-    """What each rank is told where rank 1 does something else than rank 0."""
+    """The error on each rank where rank 1 does something else than rank 0."""
     is_second = dist.get_rank() == 1
     mesh = init_device_mesh("cpu", (2,))
     others = {

@@ -1,4 +1,4 @@
-"""What was forgotten or broken before sharding is named."""
+"""Errors before sharding, which name what was forgotten or broken."""
 
 import json
 import re
@@ -89,7 +89,7 @@ def test_a_plan_that_is_broken(text: str, message: str) -> None:
 
 
 def optimizers_before() -> list[str]:
-    """What each optimizer that is made too early is refused with; a dropped one is not."""
+    """The error of each optimizer that is made too early; a dropped one has none."""
     mesh, messages = init_device_mesh("cpu", (2,)), []
     for make in (torchembed.optim.Adagrad, torch.optim.SGD):
         model = make_model(Case(placements={}))

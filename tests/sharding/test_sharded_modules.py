@@ -426,8 +426,9 @@ def test_checkpoints_are_loaded_under_every_placement(tmp_path: Path) -> None:
 
 
 def refused_on_rank() -> list[str]:
-    """What this rank says of a bad id of one rank, in its forward and ahead of a captured step, of
-    an optimizer that is too early, and of a module that would have to be replaced itself."""
+    """The words of this rank about a bad id of one rank, in its forward and ahead of a captured
+    step, of an optimizer that is too early, and of a module that would have to be replaced
+    itself."""
     rank, messages = dist.get_rank(), []
     mesh = made_mesh("cpu", 1)
 

@@ -123,7 +123,7 @@ def batches(shape: Shape) -> Iterator[Batch]:
 
 
 def train_ours(shape: Shape, name: str, device: torch.device) -> tuple[Trained, Trained]:
-    """What the weights were, and what they are after training with a mixture of placements."""
+    """The weights before training, and after training with a mixture of placements."""
     model = mlperf.make_model(
         shape.configs(), shape.sizes, table_device="meta", device=device, seed=SEED
     )

@@ -18,7 +18,7 @@ from torchembed.training import TrainPipeline
 
 NUM_STEPS = 14
 Loop = Callable[[Any, int], object]
-"""What the loop does with the model after each step, by its number; what it returns is compared."""
+"""The loop's doings with the model after each step, by its number; what it returns is compared."""
 
 
 @pytest.fixture(autouse=True)

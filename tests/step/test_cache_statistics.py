@@ -88,7 +88,7 @@ def statistics_of(model: Scores, *, wait: bool = False) -> CacheStatistics:
 
 
 def statistics(**counts: Any) -> CacheStatistics:
-    """What does not follow from ``BATCHES`` alone."""
+    """The counts that do not follow from ``BATCHES`` alone."""
     of_batches = {"requested": 8 * 5, "unique": 4 + 4 * 6, "unique_misses": 12}
     moved = counts["rows_read_ahead"] + counts["rows_read_in_step"], counts["write_backs"]
     num_bytes = {"bytes_read": moved[0] * LINE_BYTES, "bytes_written": moved[1] * LINE_BYTES}

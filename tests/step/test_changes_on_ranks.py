@@ -1,4 +1,4 @@
-"""What a loop changes between steps is followed at the next step where all ranks change it, and
+"""Changes by a loop between steps are followed at the next step where all ranks change it, and
 else, with a warning, from the next batch on that is read.
 
 Captured steps are replayed from a tape, so that a rank that replays does not see what changed.
@@ -164,7 +164,7 @@ SAID = {
     (True, True): "from the next batch on that is read (call take_up_changes() on every rank",
     (False, True): "it has changed since steps were captured; make the change on every rank",
 }
-"""What a rank is warned of, by whether a hook came, and late."""
+"""The warnings of a rank, by whether a hook came, and late."""
 
 
 class Trained(NamedTuple):
@@ -175,7 +175,7 @@ class Trained(NamedTuple):
     num_calls: int
     kinds: list[str]
     texts: list[str]
-    """What the pipeline warned of."""
+    """The warnings of the pipeline."""
 
 
 def batches_of(rank: int, run: Run) -> list[Batch]:

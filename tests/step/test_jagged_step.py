@@ -305,7 +305,7 @@ def test_a_closed_pipeline_goes_and_so_does_its_thread() -> None:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    """Where padded steps are CUDA graphs."""
+    """A GPU, where padded steps are CUDA graphs."""
 
     @staticmethod
     def optimizers(model: nn.Module, captures_dense: bool) -> list[torch.optim.Optimizer]:

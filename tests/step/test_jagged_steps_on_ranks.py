@@ -151,7 +151,7 @@ class FailsOnTheSecondRank(torch.optim.SGD):
 
 
 def fail_on_one_rank() -> tuple[str, str]:
-    """What is raised and warned of a first padded step that fails on one rank, in its update."""
+    """Errors and warnings of a first padded step that fails on one rank, in its update."""
     case = CASES[0]
     model = make_model(case, "meta")
     torchembed.shard_embeddings(model, case.mesh(), case.plan(dist.get_world_size()))

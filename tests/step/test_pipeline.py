@@ -338,7 +338,7 @@ def test_an_error_in_reading_hides_no_result(device: torch.device) -> None:
 
 @pytest.mark.gpu
 class TestGraphs:
-    """Where the steps are CUDA graphs."""
+    """A GPU, where the steps are CUDA graphs."""
 
     @staticmethod
     def optimizers(model: nn.Module, lr: float = 0.125) -> list[torch.optim.Optimizer]:

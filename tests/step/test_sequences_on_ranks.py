@@ -91,7 +91,7 @@ def sharded(model: Model, placements: dict[str, str]) -> Model:
 def trained(
     kind: type[Model], placements: dict[str, str], times: list[int]
 ) -> tuple[list[str], list[str]]:
-    """What differs from a plain loop on this rank, and the kinds of steps."""
+    """The differences from a plain loop on this rank, and the kinds of steps."""
     rank = dist.get_rank()
     batches = [make_batch(2 * seed + rank, n) for seed, n in enumerate(times)]
     if kind is OfFixed:

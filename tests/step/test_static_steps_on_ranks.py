@@ -138,7 +138,7 @@ def train_dense(kind: str) -> list[Any]:
 
 
 def sizes_of_one_rank_alone() -> list[list[int]]:
-    """What the first rank is told of sizes, and then again while the other one waits for it."""
+    """The error on the first rank for sizes, and then again while the other one waits for it."""
     rank = dist.get_rank()
     with recorded_sizes() as noted:
         found = [gather_size(size + rank, dist.group.WORLD) for size in (3, 5)]
@@ -153,7 +153,7 @@ def sizes_of_one_rank_alone() -> list[list[int]]:
 
 
 def left_over() -> list[str]:
-    """What this process still holds of models."""
+    """The models that this process still holds."""
     gc.collect()
     kinds = [type(found) for found in gc.get_objects()]
     return [kind.__name__ for kind in kinds if issubclass(kind, (nn.Parameter, TableGroup))]

@@ -1,4 +1,4 @@
-"""What is read of a step's result stays as it is, whatever later steps write."""
+"""Tensors read of a step's result stay as they are, whatever later steps write."""
 
 import gc
 import itertools

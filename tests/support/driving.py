@@ -22,7 +22,7 @@ JAGGED = BatchKinds(static=False, jagged=True)
 def program_of(
     model: nn.Module, loss_fn: LossFunction | None, optimizers: Sequence[torch.optim.Optimizer]
 ) -> StepProgram:
-    """What a pipeline's steps on a CPU do."""
+    """The doings of a pipeline's steps on a CPU."""
     autocast = torch.autocast("cpu", enabled=False)
     return StepProgram(
         model=model,

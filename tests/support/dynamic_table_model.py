@@ -105,7 +105,7 @@ class ModelledModule:
         return [_table_of(self.module, number).num_rows for number in range(len(NAMES))]
 
     def _missing(self, initial: Floats) -> Floats:
-        """What ids without a row are looked up as in the table of ``initial`` rows."""
+        """The vectors of ids without a row in the table of ``initial`` rows."""
         value = self.dynamic.missing_value
         if value is Missing.INITIAL:
             return initial
@@ -155,7 +155,7 @@ class ModelledModule:
             self._update(table, occurrences, now)
 
     def _admit(self, table: ModelledTable, occurrences: Ints, before: Held, now: Held) -> None:
-        """What a batch did to ``table.held``, which becomes the rows before the update."""
+        """The changes by a batch of ``table.held``, which becomes the rows before the update."""
         held, epoch, counts = table.held, self.epoch, table.counts
         is_hit = held.is_held & (occurrences > 0)
         counts["hits"] += int(occurrences[is_hit].sum())
@@ -359,7 +359,7 @@ class ModelledModule:
         )
 
     def _observed(self, number: int) -> Held:
-        """What the table holds."""
+        """The contents of the table."""
         held, table = Held.none(len(self.universe)), _table_of(self.module, number)
         contents = table.index_contents()
         slots = contents["digests"].nonzero().flatten()

@@ -29,7 +29,7 @@ _MAX_COUNT = 2**32 - 1
 
 @dataclasses.dataclass
 class Entry:
-    """What a table must note of a key."""
+    """The notes of a table on a key."""
 
     slot: int
     score: int

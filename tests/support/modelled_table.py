@@ -15,7 +15,7 @@ DIM = 2
 
 @dataclasses.dataclass
 class Held:
-    """What a table holds of each id of the universe ``[U]``; 0 where it has no row."""
+    """The contents of a table for each id of the universe ``[U]``; 0 where it has no row."""
 
     slots: Ints
     """-1 for none."""
@@ -53,7 +53,7 @@ class Held:
 
 
 class ModelledTable:
-    """What must become of one dynamic table.
+    """The contents that one dynamic table must come to have.
 
     Args:
         initial: ``[U, DIM]``: the initial rows of the ids.
@@ -75,7 +75,7 @@ class ModelledTable:
         """The score that batches give to their ids, where the caller gives scores."""
 
     def vectors(self, places: Ints) -> Floats:
-        """What ids are looked up as, by their places in the universe."""
+        """The vectors of ids, by their places in the universe."""
         held = self.held
         return np.where(held.is_held[places, None], held.rows[places], self.missing[places])
 

@@ -105,7 +105,7 @@ def assert_same_arrays(ones: list[list[np.ndarray]], others: list[list[np.ndarra
 
 
 def late_rank(device_type: str, limit_seconds: float, memory: MappedMemory | None = None) -> str:
-    """What the first of two ranks says where the other one comes to one exchange of two."""
+    """The words of the first of two ranks where the other one comes to one exchange of two."""
     device = torch.device(device_type, dist.get_rank()) if memory is None else torch.device("cpu")
     domain = PushDomain(dist.group.WORLD, device, allocate=memory)
     channel = domain.channel("a test", 64)

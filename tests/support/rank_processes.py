@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 NUM_TEMPLATES = 2
 IMPORTED = ("torch._dynamo", "torchembed.training")
-"""What ranks find imported. Nothing that asks for GPUs, which no process can use that was forked
-from one that did."""
+"""Modules that ranks find imported. Nothing that asks for GPUs, which no process can use that was
+forked from one that did."""
 LOOK_SECONDS = 0.5
 """How often a template looks for a rank that ended while a child of it holds its pipe open."""
 
@@ -168,8 +168,8 @@ class RankProcesses:
             self._orders[rank % NUM_TEMPLATES].send(order)
 
     def messages(self, timeout_seconds: float) -> Iterator[Any]:
-        """What came, from any rank, within the time: :class:`Forked` first and :class:`Ended` last
-        of each rank. Nothing where it passes."""
+        """The messages that came, from any rank, within the time: :class:`Forked` first and
+        :class:`Ended` last of each rank. Nothing where it passes."""
         for orders in connection.wait(self._orders, timeout_seconds):
             assert isinstance(orders, Connection)
             try:

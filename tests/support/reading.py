@@ -1,4 +1,4 @@
-"""What the tests of readers share: rows to write, and everything that a source yields."""
+"""Shared by the tests of readers: rows to write, and everything that a source yields."""
 
 import os
 from collections.abc import Iterable, Sequence

@@ -52,7 +52,7 @@ class Slot:
 
 
 class PlainCache:
-    """What a cache holds, and what :func:`torchembed.ops.row_cache.claim_slots` says."""
+    """The contents of a cache, as :func:`torchembed.ops.row_cache.claim_slots` says."""
 
     def __init__(self, num_slots: int) -> None:
         self.slots = [Slot() for _ in range(num_slots)]

@@ -12,7 +12,7 @@ SPECIAL_KEYS = (0, -1, 1, -(2**63), 2**63 - 1)
 
 
 class Row(NamedTuple):
-    """What a stream holds of one key."""
+    """One key's part of a stream."""
 
     values: list[float]
     states: dict[str, float | list[float]]

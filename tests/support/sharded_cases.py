@@ -62,7 +62,7 @@ class Case:
     eviction: Eviction = LRU()
     admission: AdmissionPolicy | None = None
     missing: str | HashedRows = "zeros"
-    """What ids without a row are looked up as; "vector": a vector."""
+    """The lookup of ids without a row; "vector": a vector."""
     stored: tuple[str, ...] = ()
     """Tables whose rows are in host memory."""
     planned: tuple[str, ...] = ()
@@ -363,7 +363,7 @@ def assert_equal_rows(
     whole_tables: dict[str, tuple[Any, list[Any]]],
     message: str,
 ) -> None:
-    """What the ranks hold are the elements and states of the whole tables, and all of them."""
+    """The ranks hold the elements and states of the whole tables, and all of them."""
     seen = {name: np.zeros(SIZES[name], bool) for name in whole_tables}
     for held in of_ranks:
         for name, (part, rows, state) in held.items():

@@ -12,7 +12,7 @@ SOURCES = (
     *("torchembed", "triton_kernels", "csrc"),
     *("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"),
 )
-"""What the distribution is built from."""
+"""The files that the distribution is built from."""
 
 
 def copy_sources(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What goes wrong on a rank is reported, with where it did, and within the limit."""
+"""A failure on a rank is reported, with where it did, and within the limit."""
 
 import os
 import re

@@ -55,7 +55,7 @@ TABLES = [
 
 @dataclasses.dataclass
 class Model:
-    """What the tables should hold: a list of numbers for each row."""
+    """The contents that the tables should have: a list of numbers for each row."""
 
     rows: dict[Row, list[float]]
     sums: dict[Row, list[float]]

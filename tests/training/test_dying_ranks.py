@@ -19,7 +19,7 @@ CAUSES = {
 
 
 def run_until_a_rank_fails(how: str, device: str) -> str:
-    """What ``torchrun`` says of the failures, within the limit."""
+    """The words of ``torchrun`` about the failures, within the limit."""
     hidden = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
         [

@@ -58,7 +58,7 @@ def kernels_can_run() -> None:
 
 
 class _AbsentH100:
-    """What the compiler asks of a driver."""
+    """The answers that the compiler asks of a driver."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

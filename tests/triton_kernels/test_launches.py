@@ -1,4 +1,4 @@
-"""What launchers decide on the host: addresses, blocks, and what they keep on the device."""
+"""Decisions of launchers on the host: addresses, blocks, and what they keep on the device."""
 
 import pytest
 import torch

@@ -76,7 +76,7 @@ def _click(sizes: Sizes, seed: int, hotness: tuple[int, ...]) -> Batch:
 
 
 class History(NamedTuple):
-    """What users have seen, and what they saw next."""
+    """Histories of users, and what they saw next."""
 
     items: Tensor
     """int64 ``[B, T]``; 0 where a history is shorter."""

@@ -1,4 +1,4 @@
-"""What an entry of the zoo is: a model or a habit, as users write it, at sizes of choice."""
+"""Entries of the zoo: a model or a habit, as users write it, at sizes of choice."""
 
 import contextlib
 import dataclasses
@@ -119,7 +119,7 @@ class Family:
 
 Place = Callable[[nn.Module], object]
 _placing: list[tuple[Place, "weakref.WeakSet[nn.Module]"]] = []
-"""What places models now, and those that it has placed."""
+"""The function that places models now, and those that it has placed."""
 
 
 @contextlib.contextmanager

@@ -128,8 +128,8 @@ def by_pipeline(case: Case, batches: Sequence[Any]) -> tuple[Trained, StepKind]:
 
 
 def difference(one: Trained, other: Trained) -> str | None:
-    """Where losses and states differ, and by how much; None where they are equal bit for bit. NaN
-    equals itself."""
+    """The first difference of losses and states, and its size; None where they are equal bit for
+    bit. NaN equals itself."""
     if one.state.keys() != other.state.keys():
         return f"states have other names: {sorted(one.state.keys() ^ other.state.keys())}"
     of_losses = ((f"the loss of step {n}", loss) for n, loss in enumerate(one.losses))
@@ -227,7 +227,7 @@ def joint(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def words_of_ranks(words: Sequence[str]) -> str:
-    """What each rank says, with the numbers of the ranks where not all say it."""
+    """The words of each rank, with the numbers of the ranks where not all say it."""
     said = {text: [rank for rank, of in enumerate(words) if of == text] for text in words if text}
     return " | ".join(
         text if len(of) == len(words) else f"rank {', '.join(map(str, of))}: {text}"

@@ -31,7 +31,7 @@ class Seen:
         self.note(output)
 
     def kept(self) -> dict[str, Tensor]:
-        """What is compared."""
+        """The tensors that are compared."""
         return {"seen.count": torch.tensor(self.count), "seen.last": self.last}
 
 

@@ -1,4 +1,4 @@
-"""What the bench of quality calls as good as fp32, and what is left of a run that is ended."""
+"""Quality as good as fp32 in the bench, and what is left of a run that is ended."""
 
 import json
 from pathlib import Path

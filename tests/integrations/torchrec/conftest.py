@@ -19,7 +19,7 @@ Call = tuple[Callable[..., Any], tuple[str, ...]]
 
 
 def programs(items: Sequence[pytest.Item], device_type: str) -> dict[str, Call]:
-    """What the modules that ``items`` of this folder come from compare, by the modules' names
+    """The comparisons of the modules that ``items`` of this folder come from, by the modules' names
     without ``test_``."""
     here = Path(__file__).parent
     found: dict[str, Call] = {}

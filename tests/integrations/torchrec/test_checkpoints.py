@@ -47,7 +47,7 @@ def described(value: Any) -> Any:
 
 
 def elements(state: Any, name: str = "") -> dict[str, dict[Any, float]]:
-    """What this rank holds of a state's tensors: by name, each element by where it is."""
+    """The parts of a state's tensors on this rank: by name, each element by where it is."""
     if isinstance(state, dict):
         found: dict[str, dict[Any, float]] = {}
         for key, part in state.items():

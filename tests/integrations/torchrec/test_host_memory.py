@@ -70,7 +70,7 @@ def copies_of(run: Any) -> dict[str, torch.Tensor]:
 
 
 def counts_of(run: Any) -> dict[str, int]:
-    """What the caches of this rank have counted, and how many rows of tables there are."""
+    """The counts of this rank's caches, and how many rows of tables there are."""
     from torchembed.core.row_caches import CacheCounter
     from torchembed.tables import TieredGroup
 
@@ -102,7 +102,7 @@ def trained(**case: Any) -> tuple[Any, Any]:
 
 
 def differences(one: Any, other: Any) -> list[str]:
-    """Where two lists of results differ; bits are compared."""
+    """The differences of two lists of results; bits are compared."""
     found = []
     for number, (a, b) in enumerate(zip(one, other, strict=True)):
         if isinstance(a, dict):
@@ -155,8 +155,8 @@ def through_pipelines() -> dict[str, Any]:
 
 
 def loaded() -> dict[str, Any]:
-    """Where training goes on once some of another run's state is loaded, while a cache holds rows
-    that were trained."""
+    """The state where training goes on once some of another run's state is loaded, while a cache
+    holds rows that were trained."""
     saved = make(load_factor=None)
     saved.steps(0, 3)
     values = copies_of(saved)

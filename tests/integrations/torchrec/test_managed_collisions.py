@@ -1,4 +1,4 @@
-"""What TorchRec's own managed collision modules hold becomes rows by id."""
+"""Rows of TorchRec's own managed collision modules, by id."""
 
 import warnings
 from typing import Any

@@ -30,7 +30,8 @@ class Trained(NamedTuple):
     logits: Tensor
     weights: Tensor
     steps: str
-    """What they were on a GPU: graphs of batches with fixed hotness, padded ones, or none."""
+    """The kinds that they were on a GPU: graphs of batches with fixed hotness, padded ones, or
+    none."""
 
 
 def train(
@@ -144,7 +145,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _expected_steps(case: dict[str, Any]) -> str:
-    """What steps are on a GPU."""
+    """The kinds of steps on a GPU."""
     if case["optimizer"] == ADAM:
         return "theirs"
     if case.get("is_sequence"):

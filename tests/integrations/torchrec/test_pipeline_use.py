@@ -1,4 +1,4 @@
-"""What goes on between the steps of our pipeline, and what it leaves to TorchRec's."""
+"""Use of our pipeline between its steps, and what it leaves to TorchRec's."""
 
 import copy
 import dataclasses
@@ -157,7 +157,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def failing_reads() -> tuple[list[str], list[str]]:
-    """Where every rank fails to read its third batch, and where the second rank alone does."""
+    """Every rank fails to read its third batch, or the second rank alone does."""
     run = make("ours")
 
     def broken(number: int) -> Iterator[Any]:
@@ -254,7 +254,7 @@ def what_falls_back() -> dict[str, tuple[list[str], list[float]]]:
 
 
 def wires() -> list[Any]:
-    """What several quantized communications are in our terms."""
+    """Several quantized communications in our terms."""
     from torchrec.distributed.fbgemm_qcomm_codec import (
         CommType,
         QCommsConfig,

@@ -96,7 +96,7 @@ def subclass(*, is_installed: bool) -> tuple[list[str], list[float], int]:
 
 
 def others() -> list[str]:
-    """What is logged of TorchRec's own other pipelines."""
+    """The log of TorchRec's own other pipelines."""
     from torchrec.distributed import EvalPipelineSparseDist, PrefetchTrainPipelineSparseDist
     from torchrec.distributed.train_pipeline import TrainPipelineBase
 
@@ -108,7 +108,7 @@ def others() -> list[str]:
 
 
 def closed_in_time() -> list[str]:
-    """What happens in turn where a script destroys process groups and ends, and closes no
+    """The events in turn where a script destroys process groups and ends, and closes no
     pipeline."""
     from torch.distributed import distributed_c10d
     from torchrec.distributed import TrainPipelineSparseDist

@@ -1,4 +1,4 @@
-"""What is ours and what stays TorchRec's, what the log says of it, and what is refused."""
+"""Modules that become ours and that stay TorchRec's, the log of it, and refusals."""
 
 import os
 import re

@@ -160,7 +160,7 @@ def adam() -> float:
 
 
 def checks_of_ids() -> dict[str, Any]:
-    """What FBGEMM's modes make of an id of table 0, which has 7 rows."""
+    """The vectors that FBGEMM's modes give for an id of table 0, which has 7 rows."""
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
     from torchembed.core.types import Pooling
