@@ -60,7 +60,8 @@ def test_captured_steps_equal_those_with_all_rows_on_the_gpu(
     losses = results_of(pipeline, batches)
     storage = HostMemory(cache_rows=cache_rows(batches, num_cached))
     model = make_model(device, storage, dynamic, dtype)
-    pipeline = TrainPipeline(model, LOSS, make_optimizers(model), device=device)
+    pipeline = TrainPipeline(model, LOSS, make_optimizers(model))
+    assert pipeline.device.type == "cuda"
     assert results_of(pipeline, batches) == losses
     assert_same_state(model, state_of(expected))
     num_graphs = sum(count for kind, count in pipeline.kinds.items() if kind.form == "graph")

@@ -42,6 +42,7 @@ from torchembed.step.steps_in_flight import StepsInFlight
 from torchembed.step.streams import named_range
 from torchembed.step.trained_modules import module_of_loss
 from torchembed.step.watches.joint_changes import Joint, JointChanges
+from torchembed.tables import model_device
 
 _STEPS_AHEAD = 2
 """The most steps that the host is ahead of the device."""
@@ -179,7 +180,7 @@ class TrainPipeline:
         self.model, self.loss_fn, self.optimizers = model, loss_fn, separate(given)
         check_loss_fn(loss_fn)
         check_optimizers_train(model, self.optimizers, module_of_loss(model, loss_fn))
-        self.device = torch.device(next(model.parameters()).device if device is None else device)
+        self.device = model_device(model) if device is None else torch.device(device)
         is_cuda = self.device.type == "cuda"
         # A bound method would make a reference cycle: graphs should be destroyed with the pipeline,
         # and not at the next garbage collection, which may come after their communicators are gone.

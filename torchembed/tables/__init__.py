@@ -64,6 +64,7 @@ from torchembed.tables.missing_rows import (
     MissingVectors,
     check_missing,
 )
+from torchembed.tables.model_device import model_device
 from torchembed.tables.row_index import (
     Admission,
     AdmittedRows,
@@ -191,6 +192,7 @@ __all__ = [
     "is_function_of_id",
     "join_groups",
     "joined_where_whole",
+    "model_device",
     "read_delta",
     "read_rows",
     "row_chunks",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchembed.core import ranks
 from torchembed.core.trees import Tree
 from torchembed.data.batch import Batch, LabeledInputs, as_labeled_batch, check_clicks
+from torchembed.tables import model_device
 from torchembed.training.batches import in_step
 from torchembed.training.stop import StopSignal
 
@@ -81,7 +82,7 @@ def evaluate(
             each label.
     """
     logits, labels = [], []
-    device = next(model.parameters()).device
+    device = model_device(model)
     with _evaluation_mode(model):
         convert = _as_evaluated if predictions is None else _as_it_is
         for batch in in_step(batches, device, stop=stop, convert=convert):
