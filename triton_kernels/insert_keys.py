@@ -12,9 +12,12 @@ distinct new key the digests of two buckets (256 bytes), and where both are full
 scores of their slots (2048, or 4096 with scores); four sectors of 32 bytes are written.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from torchembed.core.hash_tables import (
     BUCKET_SLOTS,
@@ -31,10 +34,11 @@ from torchembed.triton_kernels.hash_places import (
     hash_of_key,
 )
 from torchembed.triton_kernels.insert_keys_results import (
+    InsertedKeys,
     empty_inserted_keys,
     launch_insert_keys_results,
 )
-from torchembed.triton_kernels.key_bins import bin_of_hash, put_into_bins
+from torchembed.triton_kernels.key_bins import KeyBins, bin_of_hash, put_into_bins
 
 _SIZE = tl.constexpr(int(Counter.SIZE))
 _INSERTED = tl.constexpr(int(Counter.INSERTED))
@@ -54,6 +58,10 @@ _LEAST_SLOTS = 2048
 # Programs of one warp that share the blocks of tables: as many as an H200 has room for. What one
 # key waits for is the latency of memory, so many must be under way at once.
 _MOST_PROGRAMS = 4224
+
+InsertBinned = Callable[[KeyInsertion, KeyBins, Tensor, InsertedKeys, int], None]
+"""Inserts the keys of bins: changes the tables, and writes slots and what was inserted. The number
+is one of blocks: there are no more that keys come into."""
 
 
 @triton.jit
@@ -312,8 +320,9 @@ def _insert_keys_kernel(
         number += tl.num_programs(0)
 
 
-def launch_insert_keys(insertion: KeyInsertion) -> InsertionResults:
-    """``torchembed::insert_keys``; see :func:`torchembed.ops.hash_table.insert_keys`."""
+def insert_by(insert_binned: InsertBinned, insertion: KeyInsertion) -> InsertionResults:
+    """``torchembed::insert_keys`` whose keys ``insert_binned`` inserts; see
+    :func:`torchembed.ops.hash_table.insert_keys`."""
     keys = insertion.keys
     num_ids, num_tables = keys.numel(), insertion.geometry.shape[0]
     results = empty_results(keys)
@@ -324,30 +333,41 @@ def launch_insert_keys(insertion: KeyInsertion) -> InsertionResults:
         bins = put_into_bins(insertion, slots)
         inserted = empty_inserted_keys(keys)
         num_blocks = num_tables + insertion.digests.numel() // _LEAST_SLOTS
-        num_programs = min(num_ids, max(num_blocks, 1), _MOST_PROGRAMS)
-        _insert_keys_kernel[(num_programs,)](
-            bins.keys,
-            bins.positions,
-            bins.ends,
-            insertion.scores_in,
-            insertion.epoch,
-            insertion.epoch_number,
-            insertion.released,
-            insertion.digests,
-            insertion.slot_keys,
-            insertion.touched,
-            insertion.scores,
-            insertion.geometry,
-            insertion.counters,
-            slots,
-            *inserted,
-            num_tables,
-            POLICY=insertion.policy,
-            BUCKET=BUCKET_SLOTS,
-            BINS_LOG2=bins.bins_log2,
-            CHUNK=_CHUNK,
-            TABLES=triton.next_power_of_2(max(num_tables, 1)),
-            num_warps=1,
-        )
+        insert_binned(insertion, bins, slots, inserted, min(num_ids, max(num_blocks, 1)))
         launch_insert_keys_results(inserted, results)
     return results
+
+
+def _insert_binned_keys(
+    insertion: KeyInsertion, bins: KeyBins, slots: Tensor, inserted: InsertedKeys, num_blocks: int
+) -> None:
+    num_tables = insertion.geometry.shape[0]
+    _insert_keys_kernel[(min(num_blocks, _MOST_PROGRAMS),)](
+        bins.keys,
+        bins.positions,
+        bins.ends,
+        insertion.scores_in,
+        insertion.epoch,
+        insertion.epoch_number,
+        insertion.released,
+        insertion.digests,
+        insertion.slot_keys,
+        insertion.touched,
+        insertion.scores,
+        insertion.geometry,
+        insertion.counters,
+        slots,
+        *inserted,
+        num_tables,
+        POLICY=insertion.policy,
+        BUCKET=BUCKET_SLOTS,
+        BINS_LOG2=bins.bins_log2,
+        CHUNK=_CHUNK,
+        TABLES=triton.next_power_of_2(max(num_tables, 1)),
+        num_warps=1,
+    )
+
+
+def launch_insert_keys(insertion: KeyInsertion) -> InsertionResults:
+    """``torchembed::insert_keys``; see :func:`torchembed.ops.hash_table.insert_keys`."""
+    return insert_by(_insert_binned_keys, insertion)

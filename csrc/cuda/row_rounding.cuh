@@ -10,24 +10,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "random_bits.cuh"
 #include "row_elements.cuh"
 #include "update_rows.h"
 
 namespace torchembed {
 namespace {
-
-constexpr uint64_t kRandomStep = 0x9E3779B97F4A7C15;
-
-// The mixer of random_bits.h, which is for the host alone.
-__device__ uint64_t mixed(uint64_t value) {
-  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9;
-  value = (value ^ (value >> 27)) * 0x94D049BB133111EB;
-  return value ^ (value >> 31);
-}
-
-__device__ uint64_t random_bits_of(uint64_t key, uint64_t counter) {
-  return mixed(key + (counter + 1) * kRandomStep);
-}
 
 // `value` as a Value, by the upper bits of `random`: noise below the last bit that Value keeps is
 // added, and the sum is cut off. What Value holds stays; infinities, NaN and float16's overflow are

@@ -224,6 +224,7 @@ class TableGroup:
             new.tables,
             self.initial_values,
             initial_state=self.initial_state,
+            num_new=new.num_new,
         )
 
     @property

@@ -59,6 +59,8 @@ class NewRows(NamedTuple):
     """int64 ``[L]``: the id of each row."""
     tables: Tensor
     """int32 ``[L]``: its table's number within the group."""
+    num_new: Tensor | None = None
+    """int64 ``[1]``: the entries at the front that hold rows; None: any may."""
 
 
 class AdmittedRows(NamedTuple):

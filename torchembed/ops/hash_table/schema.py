@@ -20,6 +20,7 @@ from torchembed.ops.hash_table.checks import (
     check_touch_slots,
     check_touch_slots_contents,
 )
+from torchembed.ops.hash_table.cuda import find_slots_kernel, insert_keys_kernel
 from torchembed.ops.hash_table.reference import (
     erase_keys_reference,
     find_slots_reference,
@@ -33,6 +34,7 @@ find_slots_op = define_op(
     reference=find_slots_reference,
     fake=lambda keys, *table: torch.empty_like(keys),
     triton="torchembed.triton_kernels.find_slots:launch_find_slots",
+    cuda=find_slots_kernel(),
     native=_native.native_op("find_slots"),
     check=check_find_slots,
     check_contents=check_find_slots_contents,
@@ -58,6 +60,7 @@ insert_keys_op = define_op(
     reference=insert_keys_reference,
     fake=lambda insertion: empty_results(insertion.keys),
     triton="torchembed.triton_kernels.insert_keys:launch_insert_keys",
+    cuda=insert_keys_kernel(),
     native=_native.native_op("insert_keys"),
     check=check_insert_keys,
     check_contents=check_insert_keys_contents,

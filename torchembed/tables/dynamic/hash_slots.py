@@ -72,7 +72,7 @@ class HashSlots:
         """Insert what has no row; ``rows`` may have changed since they were found."""
         tables = self._tables_of(features, is_valid)
         inserted = self._index.insert(features.values, tables, admission)
-        new = NewRows(inserted.new_slots, inserted.keys, inserted.tables)
+        new = NewRows(inserted.new_slots, inserted.keys, inserted.tables, inserted.num_new)
         slots = self._with_shared(inserted.slots, features.values, tables)
         return AdmittedRows(slots.to(rows.dtype), new)
 

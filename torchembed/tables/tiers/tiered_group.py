@@ -229,6 +229,7 @@ class TieredGroup(TableGroup):
             new.tables,
             self.initial_values,
             initial_state=self.initial_state,
+            num_new=new.num_new,
         )
 
     @torch.no_grad()
