@@ -40,7 +40,7 @@ def wait_until_read(table: ReadAheadTable) -> None:
     buffer = table._buffer
 
     def is_idle() -> bool:
-        is_full = not buffer._free and (buffer._numbers > buffer.announced.retired).all()
+        is_full = not buffer._free and bool((buffer._numbers > buffer.announced.retired).all())
         return not buffer._reading and (not buffer.announced or is_full)
 
     with buffer.changed:

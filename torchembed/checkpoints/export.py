@@ -76,7 +76,7 @@ def export_safetensors(
     decide_on_first_rank(begin, what)
     files = _files(shards.tensors, max_file_bytes)
     for name, tensors in files.items():
-        _write_file(shards, partial / name, tensors, what)
+        write_tensors(shards, partial / name, tensors, what)
 
     def end() -> None:
         if len(files) > 1:
@@ -112,9 +112,15 @@ def _files(
     }
 
 
-def _write_file(
+def write_tensors(
     shards: ModelShards, path: Path, tensors: Mapping[str, WholeTensor], what: str
 ) -> None:
+    """Write ``tensors``, some of those of ``shards``, whole, into one file; collective.
+
+    Args:
+        path: of the file, which rank 0 writes.
+        what: the action, for errors.
+    """
     header = raise_on_all_ranks(
         lambda: header_of({n: (w.shape, w.dtype) for n, w in tensors.items()}), what
     )

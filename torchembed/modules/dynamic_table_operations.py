@@ -21,6 +21,7 @@ from torchembed.tables import (
     check_score,
     delta_on_all_ranks,
     read_delta,
+    read_mark,
 )
 
 
@@ -250,3 +251,12 @@ class DynamicTableOperations(nn.Module):
         if group is None:
             return read_delta(tables, since)
         return delta_on_all_ranks(lambda: read_delta(tables, since), group)
+
+    def delta_mark(self) -> DeltaMark:
+        """The mark of now, as of a :meth:`delta`, where rows were read otherwise, as by
+        ``row_chunks``. Called as ``delta`` is, and raises the same."""
+        group = self.counted_tables().group
+        tables = self._table_set.tables
+        if group is None:
+            return read_mark(tables)
+        return delta_on_all_ranks(lambda: read_mark(tables), group)

@@ -33,6 +33,7 @@ from torchembed.tables.dynamic.table_delta import (
     TableDelta,
     TableMark,
     read_delta,
+    read_mark,
 )
 from torchembed.tables.dynamic.table_growth import GrowingTables, TableGrowth
 from torchembed.tables.dynamic.table_statistics import (
@@ -83,7 +84,7 @@ from torchembed.tables.rows.row_stream import (
     table_states,
     write_rows,
 )
-from torchembed.tables.rows.rows_by_id import clear_ids, take_over
+from torchembed.tables.rows.rows_by_id import clear_ids, erase_ids, take_over
 from torchembed.tables.storage import HostMemory
 from torchembed.tables.table import (
     GradientReduction,
@@ -185,6 +186,7 @@ __all__ = [
     "clear_ids",
     "count_misplaced_rows",
     "delta_on_all_ranks",
+    "erase_ids",
     "gather_delta",
     "group_weight",
     "grow_to",
@@ -194,6 +196,7 @@ __all__ = [
     "joined_where_whole",
     "model_device",
     "read_delta",
+    "read_mark",
     "read_rows",
     "row_chunks",
     "row_ranges",

@@ -1,17 +1,21 @@
 """Deltas of tables that ranks share: each rank's own, which fail together, and those of all."""
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchembed.core.ranks.collective_errors import described
 from torchembed.tables.dynamic.deletion_log import SnapshotDueError
-from torchembed.tables.dynamic.table_delta import Delta, TableDelta
+from torchembed.tables.dynamic.table_delta import Delta, DeltaMark, TableDelta
+
+D = TypeVar("D", Delta, DeltaMark)
 
 
-def delta_on_all_ranks(read: Callable[[], Delta], group: dist.ProcessGroup) -> Delta:
-    """This rank's ``read()``, so that no rank has a mark that the others have not; collective.
+def delta_on_all_ranks(read: Callable[[], D], group: dist.ProcessGroup) -> D:
+    """This rank's ``read()`` of a delta or a mark, so that no rank has a mark that the others have
+    not; collective.
 
     Raises:
         SnapshotDueError: on all ranks where it is raised on one, which it names.

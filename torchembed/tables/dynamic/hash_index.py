@@ -224,10 +224,12 @@ class HashIndex:
                 erased.is_erased, erased.keys, tables, self.clock.last, Counter.EVICTED_TARGET
             )
 
-    def erase(self, table: int, keys: Tensor) -> None:
-        """Take ``keys [n]`` and their rows out of a table; rows in use stay."""
+    def erase(self, table: int, keys: Tensor, *, in_use: bool = True) -> None:
+        """Take ``keys [n]`` and their rows out of a table; rows in use stay, if there may be any
+        ``in_use``."""
         tables = torch.full(keys.shape, table, dtype=torch.int32, device=self._device)
-        released = self.clock.evictable(self.clock.last + 1)
+        last = self.clock.last
+        released = self.clock.evictable(last + 1) if in_use else last
         slots = erase_keys(self.hash_tables, keys, tables, released=released)
         if self.deletions is not None:
             self.deletions.append(slots >= 0, keys, tables, self.clock.last, Counter.ERASED)

@@ -94,29 +94,41 @@ def read_delta(tables: Sequence[Table], since: DeltaMark | None) -> Delta:
             mark of other tables.
         SnapshotDueError: where the logs do not reach back to the mark.
     """
-    dynamic = {t.spec.name: t for t in tables if isinstance(t.group.index, HashIndex)}
+    dynamic = _dynamic_tables(tables)
     if since is not None and since.tables.keys() != dynamic.keys():
         raise ValueError(
             f"since must be a mark of the tables {sorted(dynamic)}, which the module holds, got "
             f"one of {sorted(since.tables)}; take the mark of an earlier delta of this module"
         )
-    for table in tables:
-        if table.spec.name in dynamic and table.num_columns != table.spec.dim:
-            raise ValueError(
-                f"table {table.spec.name} must have all of its {table.spec.dim} columns on one "
-                f"rank for deltas, got {table.num_columns} here; shard it by rows or whole"
-            )
+    mark = read_mark(tables)
     found = {
-        name: _table_delta(table, None if since is None else since.tables[name])
+        name: _table_delta(table, mark.tables[name], None if since is None else since.tables[name])
         for name, table in dynamic.items()
     }
-    return Delta(
-        tables={name: delta for name, (delta, _) in found.items()},
-        mark=DeltaMark(tables={name: mark for name, (_, mark) in found.items()}),
-    )
+    return Delta(tables=found, mark=mark)
 
 
-def _table_delta(table: Table, since: TableMark | None) -> tuple[TableDelta, TableMark]:
+def read_mark(tables: Sequence[Table]) -> DeltaMark:
+    """The mark of now, of the dynamic ones among ``tables``, of one module; waits for the device.
+
+    Raises:
+        ValueError: for a table without a log, or of which the rank holds some columns alone.
+    """
+    dynamic = _dynamic_tables(tables)
+    for name, table in dynamic.items():
+        if table.num_columns != table.spec.dim:
+            raise ValueError(
+                f"table {name} must have all of its {table.spec.dim} columns on one "
+                f"rank for deltas, got {table.num_columns} here; shard it by rows or whole"
+            )
+    return DeltaMark(tables={name: _table_mark(table) for name, table in dynamic.items()})
+
+
+def _dynamic_tables(tables: Sequence[Table]) -> dict[str, Table]:
+    return {t.spec.name: t for t in tables if isinstance(t.group.index, HashIndex)}
+
+
+def _table_mark(table: Table) -> TableMark:
     name, index = table.spec.name, table.group.index
     assert isinstance(index, HashIndex)
     log = index.deletions
@@ -127,9 +139,17 @@ def _table_delta(table: Table, since: TableMark | None) -> tuple[TableDelta, Tab
         )
     released, num_now = torch.cat([index.clock.released, log.num_appended]).tolist()
     # Rows of batches under way are in this delta as they are, and in the next one once more.
-    mark = TableMark(history=log.history, epoch=released + 1, num_deletions=num_now)
+    return TableMark(history=log.history, epoch=released + 1, num_deletions=num_now)
+
+
+def _table_delta(table: Table, now: TableMark, since: TableMark | None) -> TableDelta:
+    """What changed from ``since``, None for the beginning, to the mark of now."""
+    name, index = table.spec.name, table.group.index
+    assert isinstance(index, HashIndex)
+    log = index.deletions
+    assert log is not None
     if since is None:
-        since = dataclasses.replace(mark, epoch=0)
+        since = dataclasses.replace(now, epoch=0)
     if since.history != log.history:
         raise SnapshotDueError(
             f"since must be a mark of table {name} as it is, and its ids were loaded or moved to "
@@ -143,8 +163,8 @@ def _table_delta(table: Table, since: TableMark | None) -> tuple[TableDelta, Tab
     rows = changed.slots[:num_changed] - slots.first_slot
     table.group.write_back()
     rows = rows.to(table.parameter.device)
-    gone = _gone(index, number, log.since(since.num_deletions, num_now))
-    delta = TableDelta(
+    gone = _gone(index, number, log.since(since.num_deletions, now.num_deletions))
+    return TableDelta(
         ids=changed.keys[:num_changed].cpu(),
         rows=table.parameter.data[rows].cpu(),
         deleted_ids=gone.ids.cpu(),
@@ -152,7 +172,6 @@ def _table_delta(table: Table, since: TableMark | None) -> tuple[TableDelta, Tab
         deletion_reasons=gone.reasons.cpu(),
         shared_rows=table.parameter.data[index.capacity(number) :].cpu().clone(),
     )
-    return delta, mark
 
 
 def _gone(index: HashIndex, table: int, logged: LoggedDeletions) -> LoggedDeletions:

@@ -92,6 +92,15 @@ def clear_ids(table: Table) -> None:
     table.load_index_contents(none)
 
 
+@torch.no_grad()
+def erase_ids(table: Table, ids: Tensor) -> None:
+    """Take ``ids``, int64 ``[n]``, and their rows out of a dynamic ``table``, also those that the
+    last batch has used. No batch may be under way. Never waits for the device."""
+    index = index_by_id(table)
+    assert index is not None
+    index.erase(table.group.tables.index(table), ids.to(index.clock.last.device), in_use=False)
+
+
 def take_over(index: HashIndex, table: Table, clock: Tensor) -> None:
     """Count the ids that were placed in a dynamic ``table`` as inserted, and nothing else, and go
     on behind the epoch ``clock``, int64 ``[1]``. Never waits for the device."""

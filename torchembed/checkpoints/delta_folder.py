@@ -1,0 +1,219 @@
+"""Exports of a model one after the other, each of what has changed since the one before."""
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchembed.checkpoints.checked_json import to_checked_json
+from torchembed.checkpoints.export import write_tensors
+from torchembed.checkpoints.model_rows import model_rows
+from torchembed.checkpoints.model_shards import ModelShards
+from torchembed.checkpoints.row_folder import export_rows
+from torchembed.checkpoints.tensor_file import bytes_of, header_of
+from torchembed.core import ranks
+from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
+from torchembed.modules.table_module import TableModule
+from torchembed.tables import (
+    DeltaMark,
+    RowChunk,
+    SnapshotDueError,
+    Table,
+    TableDelta,
+    table_of,
+)
+
+FORMAT = 1
+DESCRIPTION, CHANGES, REST, ROWS = "delta.json", "changes.safetensors", "rest.safetensors", "rows"
+_NUMBER = re.compile(r"\d{6,}")
+
+
+class Description(NamedTuple):
+    """What an export holds."""
+
+    number: int
+    is_whole: bool
+    """True where all rows of dynamic tables are in it, and not only those that have changed since
+    the export before."""
+    tables: list[str]
+    """The weights of dynamic tables by their names in ``state_dict``."""
+
+
+class DeltaFolder:
+    """Numbered exports of a model: whole ones, and between them only the rows of dynamic tables
+    that have changed since the export before, and the ids that have left.
+
+    All else, dense parameters, buffers and static tables, is whole in each. A copy of the model
+    elsewhere follows by :func:`~torchembed.checkpoints.load_deltas`. An export is a folder of
+    safetensors files by its number, which appears once it is whole. Optimizer state is not in it.
+
+    Args:
+        path: a local folder that all ranks see, made where there is none.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._marks: dict[str, DeltaMark] = {}
+        self._number: int | None = None
+        """Of the export that the marks are of."""
+
+    def numbers(self) -> list[int]:
+        """The numbers of the exports that are there, in order."""
+        return numbers_in(self.path)
+
+    @torch.no_grad()
+    def export(self, model: nn.Module, number: int) -> bool:
+        """Write export ``number`` of ``model``; collective, between two steps. Waits for a GPU.
+
+        It is a whole one where this object has not written the one before of the same model, as in
+        a run that goes on from a checkpoint, where tables were loaded since, or where more ids have
+        left them than their ``deletion_log`` holds. Exports of this number and later ones, of steps
+        that are trained once more, are removed.
+
+        Args:
+            number: from 0 on; that before it must be there.
+
+        Returns:
+            True where it is a whole one.
+
+        Raises:
+            ValueError: for a number whose predecessor is not there, and for dynamic tables without
+                a ``deletion_log``, or whose columns are divided over ranks.
+            OSError: where writing fails.
+        """
+        what = f"export number {number} to {self.path}"
+        partial = self.path / f"{number:06d}.partial"
+        decide_on_first_rank(lambda: self._begin(partial, number), what)
+        found, tables = self._changes(model, number), dynamic_tables(model)
+        names = sorted({n for of_rank in ranks.gather_objects(list(tables)) for n in of_rank})
+        here = {n: t for n, t in tables.items() if t.is_sharded or ranks.rank() == 0}
+        for name in names:
+            whole = model_rows(model, name, with_states=False) if found.is_whole else iter(())
+            chunks = _chunks(here[name], found, name, whole) if name in here else iter(())
+            export_rows(chunks, partial / ROWS / name)
+        changes = _of_all_ranks({n: (t.id_share.place, found.tables[n]) for n, t in here.items()})
+        described = {"format": FORMAT, **Description(number, found.is_whole, names)._asdict()}
+
+        def write() -> None:
+            _write_file(partial / CHANGES, changes)
+            (partial / DESCRIPTION).write_bytes(to_checked_json(described))
+
+        raise_on_all_ranks(lambda: write() if ranks.rank() == 0 else None, what)
+        shards = ModelShards(model)
+        rest = {n: w for n, w in shards.tensors.items() if not is_of_tables(n, names)}
+        write_tensors(shards, partial / REST, rest, what)
+        decide_on_first_rank(lambda: self._end(partial, number), what)
+        self._marks, self._number = found.marks, number
+        return found.is_whole
+
+    def _begin(self, partial: Path, number: int) -> None:
+        if number < 0:
+            raise ValueError(f"number must not be negative, got {number}")
+        self.path.mkdir(parents=True, exist_ok=True)
+        there = self.numbers()
+        if number and number - 1 not in there:
+            raise ValueError(
+                f"number must follow one that is there, got {number}, and {self.path} holds "
+                f"{there}; go on from the last"
+            )
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+
+    def _end(self, partial: Path, number: int) -> None:
+        # The last first, so that no export is there without those before it.
+        for later in reversed([n for n in self.numbers() if n >= number]):
+            shutil.rmtree(folder_of(self.path, later))
+        partial.rename(folder_of(self.path, number))
+
+    def _changes(self, model: nn.Module, number: int) -> "_Changes":
+        """What has changed since the last export, or of a whole one the rows that ids share;
+        collective."""
+        modules = {n: m for n, m in model.named_modules() if isinstance(m, TableModule)}
+        is_whole = not number or self._number != number - 1 or self._marks.keys() != modules.keys()
+        is_whole, deltas = ranks.any_rank(is_whole), {}
+        for name, module in () if is_whole else modules.items():
+            try:
+                deltas[name] = module.delta(self._marks[name])
+            except SnapshotDueError:
+                is_whole = True
+        is_whole = ranks.any_rank(is_whole)
+        if is_whole:
+            deltas = {name: module.delta(module.delta_mark()) for name, module in modules.items()}
+        weights = {id(table): weight for weight, table in dynamic_tables(model).items()}
+        changed = {
+            weights[id(table)]: delta.tables[table.spec.name]
+            for name, delta in deltas.items()
+            for table in modules[name].table_set.tables
+            if id(table) in weights
+        }
+        return _Changes(is_whole, changed, {name: delta.mark for name, delta in deltas.items()})
+
+
+class _Changes(NamedTuple):
+    is_whole: bool
+    tables: dict[str, TableDelta]
+    """Changes of what this rank holds of dynamic tables, by their weights."""
+    marks: dict[str, DeltaMark]
+    """Of now, by the names of modules."""
+
+
+def numbers_in(path: Path) -> list[int]:
+    """The numbers of the exports in a folder, in order; none where there is no folder."""
+    names = (entry.name for entry in path.iterdir()) if path.is_dir() else ()
+    return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+
+
+def folder_of(path: Path, number: int) -> Path:
+    """The folder of an export in that of all."""
+    return path / f"{number:06d}"
+
+
+def dynamic_tables(model: nn.Module) -> dict[str, Table]:
+    """What this rank holds of the dynamic tables of ``model``, by their weights' names."""
+    found = ((name, table_of(parameter)) for name, parameter in model.named_parameters())
+    return {n: table for n, table in found if table is not None and table.spec.num_ids is None}
+
+
+def is_of_tables(name: str, weights: Sequence[str]) -> bool:
+    """True for an entry of a state dict that belongs to a dynamic table among ``weights``."""
+    return any(name == w or name.startswith(f"{w.removesuffix('weight')}index.") for w in weights)
+
+
+def _chunks(
+    table: Table, changes: _Changes, name: str, whole: Iterator[RowChunk]
+) -> Iterator[RowChunk]:
+    """What this rank writes of a table's rows; at least one chunk."""
+    if not changes.is_whole:
+        yield RowChunk(changes.tables[name].ids, changes.tables[name].rows, states={})
+        return
+    none = torch.empty(0, dtype=torch.int64)
+    rows = torch.empty(0, table.spec.dim, dtype=table.spec.dtype)
+    yield RowChunk(none, rows, {}, scores=none, touched=none)
+    yield from whole
+
+
+def _of_all_ranks(here: Mapping[str, tuple[int, TableDelta]]) -> dict[str, Tensor]:
+    """For each table the ids that have left it, and the rows that ids share in each of its parts,
+    from the place of this rank's part and its changes; collective, and of rank 0 alone."""
+    parts = [(name, *of_table) for name, of_table in here.items()]
+    of_all = ranks.gather_objects(
+        [(n, place, c.deleted_ids, c.shared_rows) for n, place, c in parts]
+    )
+    found = sorted((part for of_rank in of_all for part in of_rank), key=lambda part: part[:2])
+    tensors: dict[str, list[Tensor]] = {}
+    for name, _, deleted, shared in found:
+        tensors.setdefault(f"{name}.deleted", []).append(deleted)
+        tensors.setdefault(f"{name}.shared", []).append(shared)
+    return {name: torch.cat(of_parts) for name, of_parts in tensors.items()}
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file of the safetensors format."""
+    with path.open("wb") as file:
+        file.write(header_of({n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}))
+        for tensor in tensors.values():
+            file.write(bytes_of(tensor))

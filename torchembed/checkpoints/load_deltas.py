@@ -1,0 +1,185 @@
+"""A model brought up to date by numbered exports of it."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from torchembed.checkpoints.checked_json import from_checked_json
+from torchembed.checkpoints.delta_folder import (
+    CHANGES,
+    DESCRIPTION,
+    FORMAT,
+    REST,
+    ROWS,
+    Description,
+    dynamic_tables,
+    folder_of,
+    is_of_tables,
+    numbers_in,
+)
+from torchembed.checkpoints.export import import_tables
+from torchembed.checkpoints.model_rows import load_rows
+from torchembed.checkpoints.row_folder import open_rows
+from torchembed.checkpoints.tensor_file import open_safetensors
+from torchembed.core import ranks
+from torchembed.core.ranks.collective_errors import raise_on_all_ranks
+from torchembed.tables import HashIndex, Table, clear_ids, erase_ids, table_of
+
+
+@torch.no_grad()
+def load_deltas(model: nn.Module, path: str | Path, *, after: int | None = None) -> tuple[int, int]:
+    """Bring ``model`` up to the last export of a :class:`~torchembed.checkpoints.DeltaFolder`, in
+    place, between two steps; collective. Optimizer states stay as they are.
+
+    Dynamic tables get the ids and rows of the last whole export and of what follows it, in order,
+    or, where ``after`` is later, of what follows that alone. The model may be sharded otherwise
+    than the one that was exported, and its tables may be larger or smaller. Of rows that ids share,
+    which each rank has of its own, other numbers of ranks take the mean.
+
+    Args:
+        path: of the exports, which all ranks see.
+        after: number of the export that the model holds already; None for none.
+
+    Returns:
+        The number of the last export, for ``after`` of the next call; and how many ids found no
+        row, since those of greater scores fill a table.
+
+    Raises:
+        FileNotFoundError: where there is no export, or one that is needed is missing.
+        ValueError: where a file is not as it was written, or a name, shape or dtype is not the
+            model's.
+    """
+    path, what = Path(path), f"load the exports in {path}"
+    exports = raise_on_all_ranks(lambda: _exports_to_read(path, after), what)
+    last = exports[-1].number if exports else after
+    assert last is not None
+    num_left_out = 0
+    for export in exports:
+        num_left_out += _load_tables(model, folder_of(path, export.number), export, what)
+    if exports:
+        _load_rest(model, folder_of(path, last) / REST, exports[-1], what)
+    return last, num_left_out
+
+
+def _exports_to_read(path: Path, after: int | None) -> list[Description]:
+    """The exports to read, in order; none where the last one is ``after``.
+
+    Raises:
+        FileNotFoundError: where there is none, or one that is needed is missing.
+    """
+    there = numbers_in(path)
+    if not there or (after is not None and there[-1] < after):
+        raise FileNotFoundError(
+            f"path must hold exports of a model{'' if after is None else f' from {after} on'}, and "
+            f"{path} holds {there or 'none'}; give the folder of a DeltaFolder"
+        )
+    found: list[Description] = []
+    number = there[-1]
+    while (after is None or number > after) and (not found or not found[-1].is_whole):
+        if number not in there:
+            raise FileNotFoundError(
+                f"path must hold all exports from a whole one on, and {path} lacks number {number} "
+                f"before {number + 1}; copy it there"
+            )
+        found.append(_read_description(folder_of(path, number), number))
+        number -= 1
+    return found[::-1]
+
+
+def _read_description(folder: Path, number: int) -> Description:
+    file = folder / DESCRIPTION
+    try:
+        fields = from_checked_json(file.read_bytes())
+        version = fields.pop("format")
+        if version == FORMAT:
+            return Description(**fields)._replace(number=number)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"file {file} is corrupt: export again ({error})") from None
+    raise ValueError(f"file {file} has format {version}, and this release knows {FORMAT}")
+
+
+def _load_tables(model: nn.Module, folder: Path, export: Description, what: str) -> int:
+    tables, num_left_out = dynamic_tables(model), 0
+    known = {name for of_rank in ranks.gather_objects(list(tables)) for name in of_rank}
+    if known != set(export.tables):
+        raise ValueError(
+            f"model must have the dynamic tables of {folder}, {sorted(export.tables)}, got "
+            f"{sorted(known)}"
+        )
+    changes = raise_on_all_ranks(lambda: open_safetensors(folder / CHANGES), what)
+    for name in export.tables:
+        table = tables.get(name)
+        if table is not None and export.is_whole:
+            clear_ids(table)
+        elif table is not None:
+            erase_ids(table, changes[f"{name}.deleted"])
+        rows = raise_on_all_ranks(lambda name=name: open_rows(folder / ROWS / name), what)
+        num_left_out += load_rows(model, name, rows)
+        shared = changes[f"{name}.shared"]
+        raise_on_all_ranks(
+            lambda table=table, name=name, shared=shared: _load_shared(name, table, shared), what
+        )
+    return num_left_out
+
+
+def _load_shared(name: str, table: Table | None, shared: Tensor) -> None:
+    """Give a table the rows that ids share, ``[W * k, D]`` of its parts when it was exported."""
+    if table is None:
+        return
+    index = table.group.index
+    assert isinstance(index, HashIndex)
+    first = index.capacity(table.group.tables.index(table))
+    num_rows = table.num_rows - first
+    if bool(num_rows) != bool(len(shared)) or (num_rows and len(shared) % num_rows):
+        raise ValueError(
+            f"table {name} must have as many hashed rows as the exported one, which has "
+            f"{len(shared)} on all ranks, got {num_rows} on each"
+        )
+    if not num_rows:
+        return
+    parts = shared.view(-1, num_rows, table.spec.dim)
+    place, num_shares = table.id_share
+    of_part = parts[place] if len(parts) == num_shares else parts.double().mean(0)
+    columns = slice(table.first_column, table.first_column + table.num_columns)
+    table.group.write_back()
+    own = table.parameter.data[first:]
+    own.copy_(of_part[:, columns])
+    table.group.forget_cached()
+
+
+def _load_rest(model: nn.Module, file: Path, export: Description, what: str) -> None:
+    """Give all that is not of dynamic tables its values."""
+    found = raise_on_all_ranks(lambda: open_safetensors(file), what)
+    static = {
+        name
+        for name, parameter in model.named_parameters()
+        if (table := table_of(parameter)) is not None and table.spec.num_ids is not None
+    }
+    static = {name for of_rank in ranks.gather_objects(static) for name in of_rank}
+
+    def copy() -> None:
+        state = model.state_dict(keep_vars=True)
+        own = {n: t for n, t in state.items() if isinstance(t, Tensor) and n not in static}
+        own = {n: t for n, t in own.items() if not is_of_tables(n, export.tables)}
+        if own.keys() != found.keys() - static:
+            differing = sorted(own.keys() ^ (found.keys() - static))
+            raise ValueError(
+                f"model must have the tensors of {file}, and these differ: {differing}"
+            )
+        for name, tensor in own.items():
+            if hasattr(tensor, "placements"):  # a DTensor
+                raise ValueError(
+                    f"parameter {name} must be whole on each rank to be loaded from {file}, and is "
+                    "a DTensor; load it by torch.distributed.checkpoint"
+                )
+            if tensor.shape != found[name].shape or tensor.dtype != found[name].dtype:
+                raise ValueError(
+                    f"{name} must be {tensor.dtype} {list(tensor.shape)} as the model's, and is "
+                    f"{found[name].dtype} {list(found[name].shape)} in {file}"
+                )
+        for name, tensor in own.items():
+            tensor.data.copy_(found[name])
+
+    raise_on_all_ranks(copy, what)
+    import_tables(model, {name: found[name] for name in sorted(static)})
