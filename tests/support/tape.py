@@ -27,6 +27,7 @@ from torchembed.step.batches.bucketized_buffers import BucketizedBuffers
 from torchembed.step.engines import static_step
 from torchembed.step.engines.captured_call import CapturedCall
 from torchembed.step.engines.static_step import StaticStep
+from torchembed.tables import recording_moves
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -203,7 +204,7 @@ class TapedCall(CapturedCall):
         self._tape: Tape | None = None
         if sizes is not None:
             self._tape = Tape()
-            with self._tape:
+            with recording_moves() as self._moves, self._tape:
                 self._run()
 
     @property
@@ -214,7 +215,8 @@ class TapedCall(CapturedCall):
         if self._tape is None:
             super().replay()
         else:
-            self._tape.replay()
+            with self._moved_lines():
+                self._tape.replay()
 
     def release(self) -> None:
         super().release()

@@ -224,11 +224,12 @@ class Collection(StagedCollection[B, R, V]):
         ``torch.nn.Embedding`` otherwise. Which features they are for, the configs say.
 
         Raises:
-            TypeError: for dynamic tables.
+            TypeError: for dynamic tables, and those on disk.
         """
         modules = nn.ModuleDict()
         for table, config in zip(self._tables, self._configs, strict=True):
             check_not_dynamic(f"table {config.name}", config.dynamic)
+            table.check_whole("a module of torch")
             table.group.write_back()
             module = self._torch_module(config, table.held_weight().detach().clone())
             module.weight.requires_grad_(table.parameter.requires_grad)

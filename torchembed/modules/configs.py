@@ -12,16 +12,17 @@ from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.features import names_in
 from torchembed.core.types import Pooling
 from torchembed.tables import (
+    Disk,
     Dynamic,
     HashedRows,
     HashFactory,
-    HostMemory,
     IndexFactory,
     Initializer,
     InPlaceFunction,
     Missing,
     MissingValue,
     RangeFactory,
+    Storage,
     TableSpec,
     Uniform,
     check_missing,
@@ -58,7 +59,7 @@ class EmbeddingConfig:
     initializer: Initializer = Uniform()
     dynamic: Dynamic | None = None
     """Makes each 64-bit integer an id; None for a table with a row for each number."""
-    storage: HostMemory | None = None
+    storage: Storage | None = None
     """The home of the rows; None: the device."""
 
     def __post_init__(self) -> None:
@@ -94,7 +95,7 @@ class EmbeddingConfig:
             raise TypeError(
                 f"dtype of table {self.name} must be float32, float16 or bfloat16, got {self.dtype}"
             )
-        check_storage(f"table {self.name}", self.storage, self.dynamic)
+        check_storage(f"table {self.name}", self.storage, self.dynamic, self.initializer)
         if self.dynamic is not None:
             check_dynamic(
                 f"table {self.name}",
@@ -130,11 +131,19 @@ class EmbeddingBagConfig(EmbeddingConfig):
         object.__setattr__(self, "pooling", _pooling(self.name, self.pooling))
 
 
-def check_storage(name: str, storage: object, dynamic: Dynamic | None) -> None:
+def check_storage(
+    name: str, storage: object, dynamic: Dynamic | None, initializer: Initializer
+) -> None:
     """Raise unless a table, ``name`` in errors, can have its rows in ``storage``."""
-    if storage is not None and not isinstance(storage, HostMemory):
+    if storage is not None and not isinstance(storage, Storage):
         raise TypeError(
-            f"storage of {name} must be HostMemory(...) or None for the device, got {storage!r}"
+            f"storage of {name} must be HostMemory(...), Disk(...) or None for the device, got "
+            f"{storage!r}"
+        )
+    if isinstance(storage, Disk) and not is_function_of_id(initializer):
+        raise TypeError(
+            f"initializer of {name} must be Uniform, Normal or Constant, since rows on disk are "
+            f"made when they are used first, got {type(initializer).__name__}"
         )
     if storage is not None and dynamic is not None and dynamic.initial_capacity is not None:
         raise ValueError(
@@ -176,7 +185,8 @@ def table_spec(
     dtype: torch.dtype,
     initializer: Initializer,
     seed: int,
-    storage: HostMemory | None = None,
+    storage: Storage | None = None,
+    zero_row: int | None = None,
 ) -> TableSpec:
     """A table of ``num_rows``; a dynamic one of that capacity, with the initial values of a table
     that has as many rows."""
@@ -207,6 +217,7 @@ def table_spec(
         index=index,
         missing=missing,
         storage=storage,
+        zero_row=zero_row,
     )
 
 

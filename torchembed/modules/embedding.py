@@ -16,7 +16,7 @@ from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
 from torchembed.modules.single_table import SingleTable
 from torchembed.modules.stateless_lookup import Lookup
 from torchembed.ops.eager_lookup import bags_of_positions, max_of_bags
-from torchembed.tables import Dynamic, HostMemory
+from torchembed.tables import Dynamic, Storage
 
 
 class EmbeddingBag(SingleTable):
@@ -36,7 +36,8 @@ class EmbeddingBag(SingleTable):
         seed: of the initial rows; drawn from torch's default generator where None.
         dynamic: makes each 64-bit integer an id, and ``num_embeddings`` the capacity. The
             ``padding_idx`` is then an id.
-        storage: keeps the rows in host memory, behind a cache on ``device``; None for rows there.
+        storage: keeps the rows in host memory or on disk, behind a cache on ``device``; None for
+            rows there.
         others: as for ``torch.nn.EmbeddingBag``.
 
     Raises:
@@ -61,7 +62,7 @@ class EmbeddingBag(SingleTable):
         on_bad_id: OnBadId | str = OnBadId.RAISE,
         seed: int | None = None,
         dynamic: Dynamic | None = None,
-        storage: HostMemory | None = None,
+        storage: Storage | None = None,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f'mode must be "sum", "mean" or "max", got {mode!r}')
@@ -101,9 +102,10 @@ class EmbeddingBag(SingleTable):
         the weight.
 
         Raises:
-            TypeError: for a dynamic table.
+            TypeError: for a dynamic table, and one on disk.
         """
         check_not_dynamic("this module", self.dynamic)
+        self._table.check_whole("a module of torch")
         self._table.group.write_back()
         module = nn.EmbeddingBag(
             self.num_embeddings,
@@ -296,7 +298,7 @@ class Embedding(SingleTable):
         on_bad_id: OnBadId | str = OnBadId.RAISE,
         seed: int | None = None,
         dynamic: Dynamic | None = None,
-        storage: HostMemory | None = None,
+        storage: Storage | None = None,
     ) -> None:
         super().__init__(
             num_embeddings=num_embeddings,
@@ -328,9 +330,10 @@ class Embedding(SingleTable):
         weight.
 
         Raises:
-            TypeError: for a dynamic table.
+            TypeError: for a dynamic table, and one on disk.
         """
         check_not_dynamic("this module", self.dynamic)
+        self._table.check_whole("a module of torch")
         self._table.group.write_back()
         module = nn.Embedding(
             self.num_embeddings,

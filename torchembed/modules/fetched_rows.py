@@ -6,7 +6,7 @@ from torch import Tensor
 from torchembed.core.stand_ins import in_transform
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.ops.segments import Runs, find_runs
-from torchembed.tables import Admission, FetchedRows, TieredGroup
+from torchembed.tables import Admission, DiskGroup, FetchedRows, TieredGroup
 
 
 def fetch_rows(
@@ -33,7 +33,7 @@ def fetch_rows(
         runs = find_runs(rows, group.num_rows)
     fetched = group.fetch(runs, admission)
     if fetched is not None and (admission is None or admission.epoch is None):
-        _submit(group, fetched.num_refused, report)
+        _submit(group, fetched, fetched.num_refused, report)
     return fetched
 
 
@@ -43,7 +43,7 @@ def fetch_refused(group: TieredGroup, fetched: FetchedRows, report: BadIdReport)
     Raises:
         RuntimeError: as ``report`` does, where they find no place now.
     """
-    _submit(group, group.fetch_refused(fetched), report)
+    _submit(group, fetched, group.fetch_refused(fetched), report)
 
 
 def submit_nothing_refused(device: torch.device, report: BadIdReport) -> None:
@@ -52,9 +52,14 @@ def submit_nothing_refused(device: torch.device, report: BadIdReport) -> None:
     report.submit(one, one, None, lambda *_: "", RuntimeError)
 
 
-def _submit(group: TieredGroup, num_refused: Tensor, report: BadIdReport) -> None:
+def _submit(
+    group: TieredGroup, fetched: FetchedRows, num_refused: Tensor, report: BadIdReport
+) -> None:
     names = ", ".join(table.spec.name for table in group.tables)
     num_slots = group.cache.row_of_slot.numel()
+    if isinstance(group, DiskGroup):
+        assert fetched.num_short is not None
+        _submit_places(group, names, fetched.num_short, report)
 
     def describe(_: int, num_refused: int) -> str:
         return (
@@ -64,3 +69,16 @@ def _submit(group: TieredGroup, num_refused: Tensor, report: BadIdReport) -> Non
         )
 
     report.submit(num_refused, (num_refused == 0).long(), None, describe, RuntimeError)
+
+
+def _submit_places(group: DiskGroup, names: str, num_short: Tensor, report: BadIdReport) -> None:
+    num_places = group.host.row_of_slot.numel()
+
+    def describe(_: int, num_short: int) -> str:
+        return (
+            f"tables {names} on disk share {num_places} rows of host memory, and a batch needs "
+            f"{num_short} more beside the rows in the cache on the device; enlarge host_rows or "
+            "host_bytes of their storage by as many rows, or train smaller batches"
+        )
+
+    report.submit(num_short, (num_short == 0).long(), None, describe, RuntimeError)

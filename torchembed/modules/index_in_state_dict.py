@@ -37,6 +37,7 @@ class IndexInStateDict(nn.Module):
         """Copies and pickles take the rows as they are now, wherever these are."""
         table = self._indexed_table
         if table is not None and hasattr(table, "group"):
+            table.check_whole("a copy of its module")
             table.write_back()
         return super().__getstate__()  # type: ignore[misc]
 
@@ -45,6 +46,7 @@ class IndexInStateDict(nn.Module):
     ) -> None:
         table = self._indexed_table
         if table is not None:
+            table.check_whole("a state dict")
             table.write_back()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         contents = {} if table is None else table.index_contents()
@@ -63,6 +65,8 @@ class IndexInStateDict(nn.Module):
     ) -> None:
         table = self._indexed_table
         if table is not None:
+            if f"{prefix}weight" in state_dict:
+                table.check_whole("a state dict")
             table.write_back()
         checked: CheckedIndex | None = None
         weight = state_dict.get(f"{prefix}weight")

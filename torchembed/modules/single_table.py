@@ -27,10 +27,10 @@ from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import (
     Dynamic,
     FetchedRows,
-    HostMemory,
     Missing,
     MissingVectors,
     Normal,
+    Storage,
     Table,
     TableGroup,
     TieredGroup,
@@ -60,7 +60,7 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
         on_bad_id: OnBadId | str,
         seed: int | None,
         dynamic: Dynamic | None,
-        storage: HostMemory | None,
+        storage: Storage | None,
     ) -> None:
         """
         Args:
@@ -104,13 +104,13 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
             initializer=Normal(),
             seed=seed,
             storage=storage,
+            zero_row=padding_idx if dynamic is None else None,
         )
         self._table = Table(spec)
         self._table.holder, self._table.may_join = self, True
         self._hold([self._table], [None], device if weight is None else "meta")
         if weight is None:
             self.weight = self._table.parameter
-            self._zero_padding()
         else:
             self.weight = nn.Parameter(weight)
             if storage is not None:
@@ -152,11 +152,6 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
         assert isinstance(group, TieredGroup)
         return group.gathered_rows(torch.full((1,), row, device=group.device))[0]
 
-    def _zero_padding(self) -> None:
-        """Set the padding row to zeros, as torch does."""
-        if self._padding_row is not None and not self.weight.is_meta:
-            self.weight.data[self._padding_row].zero_()
-
     def reseed(self, seed: int) -> None:
         """Let initial rows from now on, and the rounding of rows, follow from ``seed``."""
         table = self._table
@@ -167,14 +162,9 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
             if group is not None:
                 group.make_index()
 
-    def reset_rows(self, table: Table) -> None:
-        super().reset_rows(table)
-        self._zero_padding()
-
     def reset_parameters(self) -> None:
         """Give every row its initial value again: standard normal, zeros for the padding row."""
         super().reset_parameters()
-        self._zero_padding()
 
     def _as_torchs(self, module: M) -> M:
         """A ``module`` of ``torch.nn``, put into this one's mode, and frozen if this one is."""

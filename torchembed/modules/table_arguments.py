@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.modules.configs import check_dynamic, check_storage
-from torchembed.tables import Dynamic, HostMemory, Normal
+from torchembed.tables import Dynamic, Normal, Storage
 
 
 def check_arguments(
@@ -61,7 +61,7 @@ def checked_dtype(
     *,
     embedding_dim: int,
     dynamic: Dynamic | None,
-    storage: HostMemory | None,
+    storage: Storage | None,
 ) -> torch.dtype:
     """The dtype of the rows of a module, by default torch's, where its table may have it.
 
@@ -72,11 +72,11 @@ def checked_dtype(
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if dtype not in (*checks.FLOAT_DTYPES, torch.float64):
         raise TypeError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
-    check_storage("this module", storage, dynamic)
+    check_storage("this module", storage, dynamic, Normal())
     if storage is not None and dtype not in checks.FLOAT_DTYPES:
         raise TypeError(
-            "dtype of a table in host memory must be float32, float16 or bfloat16, which the "
-            f"optimizers of torchembed train, got {dtype}"
+            "dtype of a table in host memory or on disk must be float32, float16 or bfloat16, "
+            f"which the optimizers of torchembed train, got {dtype}"
         )
     if dynamic is not None:
         if dtype not in checks.FLOAT_DTYPES:

@@ -134,10 +134,10 @@ def _of_rows(sink: GradientSink, rows: Tensor, _: Tensor, gradients: RowGradient
 
 def _refuse_gradients(group: TableGroup, *_: object) -> None:
     raise RuntimeError(
-        f"tables {_names(group.tables)} in host memory must be trained by an optimizer of "
-        "torchembed.optim, made before forward, and in training mode, got a backward of a lookup "
-        "without; call train() of the module, or forward under torch.no_grad() where nothing is "
-        "trained"
+        f"tables {_names(group.tables)} in host memory or on disk must be trained by an optimizer "
+        "of torchembed.optim, made before forward, and in training mode, got a backward of a "
+        "lookup without; call train() of the module, or forward under torch.no_grad() where "
+        "nothing is trained"
     )
 
 

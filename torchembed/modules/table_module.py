@@ -13,6 +13,7 @@ from torchembed.tables import (
     CacheStatisticsReader,
     ConvertedRows,
     CountedCaches,
+    DiskGroup,
     Table,
     TableGroup,
     TableSet,
@@ -87,6 +88,19 @@ class TableModule(DynamicTableOperations):
     def tiered_groups(self) -> list[TieredGroup]:
         """The groups of tables on this rank whose rows live outside the device."""
         return [g for g in self._table_set.current_groups() if isinstance(g, TieredGroup)]
+
+    def disk_groups(self) -> list[DiskGroup]:
+        """The groups of tables on this rank whose rows are on disk."""
+        return [group for group in self.tiered_groups() if isinstance(group, DiskGroup)]
+
+    def wait_for_lines(self) -> None:
+        """Wait until host memory holds the rows on disk of all batches that were admitted.
+
+        Raises:
+            Exception: what reading or writing the disk failed with.
+        """
+        for group in self.disk_groups():
+            group.wait_for_lines()
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -178,8 +192,7 @@ class TableModule(DynamicTableOperations):
         """Give the rows of a table of the module their initial values again, and their optimizer
         state its own, in place; which ids have them stays."""
         table.fill_initial_rows()
-        for state in table.group.stored_states:
-            table.group.table_rows(state, table).fill_(table.group.initial_state)
+        table.group.reset_states(table)
 
     def reset_parameters(self) -> None:
         """Give every row its initial value again, in place."""

@@ -321,8 +321,18 @@ class FusedOptimizer(ReplayedOptimizer):
         for parameter in own:
             parameter.grad = None
 
+    def _check_whole(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                _table(parameter).check_whole("a state dict of its optimizer")
+
     def state_dict(self) -> StateDict:
-        """State in torch's form: ``state`` by parameter number, and ``param_groups``."""
+        """State in torch's form: ``state`` by parameter number, and ``param_groups``.
+
+        Raises:
+            TypeError: for tables on disk.
+        """
+        self._check_whole()
         self._publish_state()
         self._write_back()
         return super().state_dict()
@@ -334,7 +344,9 @@ class FusedOptimizer(ReplayedOptimizer):
         Raises:
             ValueError: where parameter groups, state names or shapes do not match; nothing is
                 changed then.
+            TypeError: for tables on disk; likewise.
         """
+        self._check_whole()
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._publish_state()
         self._write_back()

@@ -141,6 +141,16 @@ class StepProgram:
         the same time."""
         return any(m.fetches_rows for m in self.model.modules() if isinstance(m, TableModule))
 
+    def wait_for_lines(self) -> None:
+        """Wait until host memory holds the rows on disk of all batches so far.
+
+        Raises:
+            Exception: what reading or writing the disk failed with.
+        """
+        for module in self.model.modules():
+            if isinstance(module, TableModule):
+                module.wait_for_lines()
+
     @functools.cached_property
     def epochs(self) -> AdmissionEpochs | None:
         """Numbers the batches whose rows tables admit, for all engines, and keeps the rows of those

@@ -85,7 +85,7 @@ from torchembed.tables.rows.row_stream import (
     write_rows,
 )
 from torchembed.tables.rows.rows_by_id import clear_ids, erase_ids, take_over
-from torchembed.tables.storage import HostMemory
+from torchembed.tables.storage import Disk, HostMemory, Storage
 from torchembed.tables.table import (
     GradientReduction,
     IdShare,
@@ -103,8 +103,12 @@ from torchembed.tables.tiers import (
     CacheStatisticsReader,
     CacheStatisticsReading,
     CountedCaches,
+    DiskGroup,
     FetchedRows,
+    RecordedMoves,
     TieredGroup,
+    meta_rows_in_state_dicts,
+    recording_moves,
 )
 
 __all__ = [
@@ -128,6 +132,8 @@ __all__ = [
     "DeletionLog",
     "Delta",
     "DeltaMark",
+    "Disk",
+    "DiskGroup",
     "Dynamic",
     "EpochLFU",
     "Eviction",
@@ -158,6 +164,7 @@ __all__ = [
     "RangeFactory",
     "RangeIndex",
     "RecordedGradients",
+    "RecordedMoves",
     "RowChunk",
     "RowIds",
     "RowIndex",
@@ -165,6 +172,7 @@ __all__ = [
     "SnapshotDueError",
     "StatisticsReader",
     "StatisticsReading",
+    "Storage",
     "Table",
     "TableDelta",
     "TableGradient",
@@ -194,10 +202,12 @@ __all__ = [
     "is_function_of_id",
     "join_groups",
     "joined_where_whole",
+    "meta_rows_in_state_dicts",
     "model_device",
     "read_delta",
     "read_mark",
     "read_rows",
+    "recording_moves",
     "row_chunks",
     "row_ranges",
     "shifted_row_key",

@@ -426,6 +426,32 @@ class TableGroup:
         """Note that :attr:`stored_weight` or :attr:`stored_states` were changed, after
         :meth:`write_back`."""
 
+    @torch.no_grad()
+    def fill_initial_rows(self, table: Table) -> None:
+        """Give every row of ``table`` the value that the table's initializer, seed and the row's id
+        define; optimizer state stays."""
+        if not table.parameter.is_meta:
+            self.write_back()
+            row_ids = self.row_ids(table)
+            if isinstance(row_ids, Tensor):
+                row_ids = row_ids.to(table.parameter.device)
+            table.fill_rows(table.parameter.data, row_ids)
+            self.forget_cached()
+
+    @torch.no_grad()
+    def reset_states(self, table: Table) -> None:
+        """Give the optimizer state of every row of ``table`` the value that it has at first."""
+        for state in self.stored_states:
+            self.table_rows(state, table).fill_(self.initial_state)
+
+    def check_whole(self, what: str) -> None:
+        """Raise ``TypeError`` where the tables have no tensor of all their rows, for ``what`` needs
+        one."""
+
+    def take_stored_rows(self, groups: "Iterable[TableGroup]") -> None:
+        """Take over the rows of the tables, and their optimizer state, that :attr:`stored_weight`
+        of ``groups``, which held the tables so far, does not show."""
+
     def placed_runs(self, runs: Runs) -> Runs:
         """``runs`` of rows of :attr:`stored_weight`, by where ``weight`` holds these rows."""
         return runs

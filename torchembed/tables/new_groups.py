@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from torchembed.tables.group import TableGroup
+from torchembed.tables.storage import Disk
 from torchembed.tables.table import Table
-from torchembed.tables.tiers import TieredGroup, host_tensor
+from torchembed.tables.tiers import DiskGroup, TieredGroup, host_tensor
 
 
 def new_group(
@@ -19,22 +20,30 @@ def new_group(
         device: that looks the rows up; None for torch's default device.
     """
     shape = sum(table.num_rows for table in tables), tables[0].num_columns
-    if tables[0].spec.storage is None:
+    storage = tables[0].spec.storage
+    if storage is None:
         return TableGroup(tables, torch.empty(shape, dtype=dtype, device=device))
     found = torch.empty(0, device=device).device
+    if isinstance(storage, Disk):
+        return DiskGroup(tables, torch.empty(shape, dtype=dtype, device="meta"), found)
     return TieredGroup(tables, host_tensor(shape, dtype, found), found)
 
 
 def group_over(tables: Sequence[Table], stored_weight: Tensor) -> TableGroup:
     """A group of ``tables`` of one storage whose rows are ``stored_weight [R, D]``."""
-    if tables[0].spec.storage is None:
+    storage = tables[0].spec.storage
+    if storage is None:
         return TableGroup(tables, stored_weight)
     device = tables[0].cache_device
-    return TieredGroup(tables, stored_weight, stored_weight.device if device is None else device)
+    device = stored_weight.device if device is None else device
+    kind = DiskGroup if isinstance(storage, Disk) else TieredGroup
+    return kind(tables, stored_weight, device)
 
 
 def may_hold(table: Table, rows: Tensor) -> bool:
     """True if a group of ``table`` alone may take over ``rows [R, D]``, and need not copy them: the
     memory of the host that a GPU accesses is allocated for that."""
-    device = table.cache_device
-    return table.spec.storage is None or device is None or device.type == rows.device.type
+    storage, device = table.spec.storage, table.cache_device
+    if storage is None or device is None or isinstance(storage, Disk):
+        return True
+    return device.type == rows.device.type

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torchembed.core.left_behind import LeftBehind
 from torchembed.core.random_bits import name_key
 from torchembed.ops.rowwise_update import RowGradients
-from torchembed.tables.initializers import Initializer, Uniform
+from torchembed.tables.initializers import Initializer, RowIds, Uniform
 from torchembed.tables.missing_rows import Missing, MissingValue
 from torchembed.tables.row_index import IndexFactory, RangeFactory
-from torchembed.tables.storage import HostMemory
+from torchembed.tables.storage import Storage
 from torchembed.tables.table_addresses import number_for
 
 if TYPE_CHECKING:
@@ -35,8 +35,11 @@ class TableSpec:
     """Makes the index of the groups that hold the table."""
     missing: MissingValue = Missing.ZEROS
     """The vector of an id without a row, of ``dim`` numbers where it is one."""
-    storage: HostMemory | None = None
+    storage: Storage | None = None
     """The home of the rows; None: the device."""
+
+    zero_row: int | None = None
+    """The row that is all zeros at first, of a table whose ids are numbers of rows; None: none."""
 
     @property
     def num_ids(self) -> int | None:
@@ -190,22 +193,26 @@ class Table:
             return self.kept_contents or {}
         return self.group.index.contents(self.group.tables.index(self))
 
-    @torch.no_grad()
     def fill_initial_rows(self) -> None:
         """Give every row the value that the table's initializer, seed and the row's id define."""
-        if not self.parameter.is_meta:
-            self.group.write_back()
-            row_ids = self.group.row_ids(self)
-            if isinstance(row_ids, Tensor):
-                row_ids = row_ids.to(self.parameter.device)
-            self.spec.initializer.fill(
-                self.parameter.data,
-                self.spec.key,
-                row_ids,
-                self.first_column,
-                self.spec.num_rows,
-            )
-            self.group.forget_cached()
+        self.group.fill_initial_rows(self)
+
+    def check_whole(self, what: str) -> None:
+        """:meth:`TableGroup.check_whole`, of the table's group."""
+        if hasattr(self, "group"):
+            self.group.check_whole(what)
+
+    def fill_rows(self, rows: Tensor, row_ids: RowIds) -> None:
+        """Give ``rows [n, D]``, of the columns that are here, the values that the rows of
+        ``row_ids`` have at first."""
+        spec = self.spec
+        spec.initializer.fill(rows, spec.key, row_ids, self.first_column, spec.num_rows)
+        if spec.zero_row is None:
+            return
+        if isinstance(row_ids, Tensor):
+            rows.masked_fill_((row_ids == spec.zero_row).unsqueeze(1), 0.0)
+        elif spec.zero_row in row_ids:
+            rows[spec.zero_row - row_ids.start].zero_()
 
     def holds_ids(self) -> bool:
         """True if ids were inserted into a dynamic table; waits for its device."""

@@ -18,6 +18,7 @@ from torchembed.core.stand_ins import (
 )
 from torchembed.tables.group import TableGroup
 from torchembed.tables.new_groups import group_over, may_hold, new_group
+from torchembed.tables.storage import Disk
 from torchembed.tables.table import Table
 
 _forming = threading.RLock()
@@ -126,6 +127,7 @@ class TableSet:
         groups = self.current_groups()
         with making_real_tensors():
             for group in groups:
+                group.check_whole("a program of torch.compile")
                 group.write_back()
         return len(groups)
 
@@ -204,6 +206,12 @@ def _check_movable(members: list[Table]) -> None:
                 f"weight of table {spec.name} must have shape {shape}, "
                 f"got {tuple(table.parameter.shape)}"
             )
+        if isinstance(spec.storage, Disk) and not table.parameter.is_meta:
+            raise ValueError(
+                f"weight of table {spec.name} on disk must not be replaced, got a tensor on "
+                f"{table.parameter.device}; write rows by torchembed.tables.write_rows, or load a "
+                "checkpoint"
+            )
         if hasattr(table, "group") and (table.group.pending or table.group.num_awaited):
             raise RuntimeError(
                 f"table {spec.name} has gradients that no optimizer step has applied; call step() "
@@ -250,5 +258,6 @@ def _gathered_group(members: list[Table]) -> TableGroup:
         for table, old in zip(members, old_groups, strict=True):
             for new_state, old_state in zip(group.stored_states, old.stored_states, strict=True):
                 group.table_rows(new_state, table).copy_(old.table_rows(old_state, table))
+    group.take_stored_rows(old_groups)
     group.point_parameters()
     return group

@@ -169,21 +169,8 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
         with torch.no_grad():
             if not source.weight.is_meta and source.dynamic is None:
                 table.parameter.copy_(local_part(source.weight.detach(), table))
-            else:
-                self._zero_padding(table)
         table.parameter.requires_grad_(source.weight.requires_grad)
         self._table_set.form_groups()
-
-    def _zero_padding(self, table: Table) -> None:
-        """Set the padding row to zeros, as torch does; a dynamic table has none."""
-        if self.padding_idx is not None and self.dynamic is None:
-            row = self.padding_idx - table.first_row
-            if 0 <= row < table.num_rows:
-                table.parameter.data[row].zero_()
-
-    def reset_rows(self, table: Table) -> None:
-        super().reset_rows(table)
-        self._zero_padding(table)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if param is not None and name == "weight":

@@ -10,7 +10,7 @@ from torchembed.sharding.planning.storage_json import (
     storage_from,
     storage_text,
 )
-from torchembed.tables import HostMemory, TableSpec
+from torchembed.tables import Disk, HostMemory, TableSpec
 
 
 class Placement(enum.Enum):
@@ -223,6 +223,10 @@ def place_table(
         raise ValueError(
             f"ranks of table {name} must be one under table_wise, got {ranks}; give one of them, "
             "or divide the table by row_wise or column_wise"
+        )
+    if isinstance(spec.storage, Disk):
+        raise ValueError(
+            f"storage of table {name} must be HostMemory or None to be sharded, got {spec.storage}"
         )
     if spec.storage is not None and spec.index.grows:
         raise ValueError(

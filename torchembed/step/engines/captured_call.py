@@ -1,13 +1,14 @@
 """A call that is captured once and replayed: a CUDA graph, or, without a GPU, the call again."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from torchembed.sharding.transport.collectives import GatheredSize, replayed_sizes
 from torchembed.step.graph_capture import captured_graph
+from torchembed.tables import RecordedMoves, recording_moves
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -39,8 +40,11 @@ class CapturedCall:
     ) -> None:
         self._call, self._sizes = call, sizes
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._moves: list[RecordedMoves] = []
+        """Of lines of tables on disk."""
         if stream is not None:
-            self._graph = captured_graph(self._run, stream, pool)
+            with recording_moves() as self._moves:
+                self._graph = captured_graph(self._run, stream, pool)
 
     def _run(self) -> None:
         with contextlib.nullcontext() if self._sizes is None else replayed_sizes(self._sizes):
@@ -55,10 +59,22 @@ class CapturedCall:
         """Do what the captured call did, on what its memory holds now."""
         if self._graph is None:
             self._run()
-        else:
+            return
+        with self._moved_lines():
             self._graph.replay()
+
+    @contextlib.contextmanager
+    def _moved_lines(self) -> Iterator[None]:
+        """A context for the launch of a replay, which reads lines of tables on disk that were moved
+        to host memory before, and chooses others."""
+        for moves in self._moves:
+            moves.before_replay()
+        yield
+        for moves in self._moves:
+            moves.after_replay()
 
     def release(self) -> None:
         """Destroy the graph; no replay comes after it."""
         if self._graph is not None:
             self._graph.reset()
+        self._moves = []

@@ -193,6 +193,7 @@ class StaticStep:
     def _captured_call(
         self, call: Callable[[], None], sizes: Sequence[GatheredSize] | None
     ) -> CapturedCall:
+        self._program.wait_for_lines()  # no other thread may change what a capture works on
         return CapturedCall(call, sizes, self._streams.step, self._resources.pool)
 
     def _capture(self, buffer: int) -> None:

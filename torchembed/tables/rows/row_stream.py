@@ -10,6 +10,7 @@ from torchembed.tables.dynamic.group_growth import make_room
 from torchembed.tables.dynamic.hash_index import HashIndex
 from torchembed.tables.rows.rows_by_id import held_ids, index_by_id, place_ids
 from torchembed.tables.table import Table
+from torchembed.tables.tiers import DiskGroup
 
 
 class RowChunk(NamedTuple):
@@ -53,12 +54,24 @@ def read_rows(table: Table, keys: range, *, with_states: bool = True) -> RowChun
             f"here, got {keys}"
         )
     table.group.write_back()
+    if isinstance(table.group, DiskGroup):
+        return _read_lines(table, table.group, keys, with_states=with_states)
     states = table_states(table) if with_states else {}
     return RowChunk(
         torch.arange(keys.start, keys.stop),
         table.parameter.data[begin:end],
         {name: state[begin:end] for name, state in states.items()},
     )
+
+
+def _read_lines(table: Table, group: DiskGroup, keys: range, *, with_states: bool) -> RowChunk:
+    """:func:`read_rows` of a table on disk."""
+    first = group.first_row_of(table) - table.first_row
+    rows = torch.arange(keys.start + first, keys.stop + first)
+    weight, *states = group.read_lines(rows, with_states=with_states)
+    names = group.rule.state_names if with_states and group.rule is not None else ()
+    found = dict(zip(names, states, strict=True))
+    return RowChunk(torch.arange(keys.start, keys.stop), weight, found)
 
 
 def row_chunks(table: Table, max_bytes: int, *, with_states: bool = True) -> Iterator[RowChunk]:
@@ -118,6 +131,9 @@ def write_rows(table: Table, chunk: RowChunk) -> int:
         table.group.forget_cached()
         return num_left_out
     table.group.write_back()
+    if isinstance(table.group, DiskGroup):
+        _write_lines(table, table.group, keys, chunk)
+        return 0
     span = _as_slice(keys)
     for values, tensor, _ in moves:
         places = span if span is not None else keys.to(tensor.device)
@@ -156,10 +172,24 @@ def _write_by_id(
     on_device = [None if t is None else t.to(device) for t in (chunk.scores, chunk.touched)]
     rows, num_left_out = place_ids(index, table, chunk.keys.to(device), *on_device)
     is_placed = rows >= 0
+    if isinstance(table.group, DiskGroup):
+        kept = is_placed.cpu()
+        states = {name: values[kept] for name, values in chunk.states.items()}
+        placed = RowChunk(rows[is_placed].cpu(), chunk.rows[kept], states)
+        _write_lines(table, table.group, placed.keys, placed)
+        return num_left_out
     places, is_placed = rows[is_placed].to(table.parameter.device), is_placed.cpu()
     for values, tensor, _ in moves:
         tensor[places] = values[is_placed.to(values.device)].to(tensor.device, tensor.dtype)
     return num_left_out
+
+
+def _write_lines(table: Table, group: DiskGroup, places: Tensor, chunk: RowChunk) -> None:
+    """Write a chunk's rows and states to the rows ``places [n]`` of ``table``, which is on disk,
+    after :meth:`~TableGroup.write_back`."""
+    names = group.rule.state_names if group.rule is not None else ()
+    values = [chunk.rows, *(chunk.states.get(name) for name in names)]
+    group.write_lines(places + group.first_row_of(table), values)
 
 
 def _as_slice(keys: Tensor) -> slice | None:

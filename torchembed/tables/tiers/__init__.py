@@ -6,7 +6,10 @@ from torchembed.tables.tiers.cache_statistics import (
     CacheStatisticsReading,
     CountedCaches,
 )
+from torchembed.tables.tiers.disk_group import DiskGroup
 from torchembed.tables.tiers.host_memory import host_tensor
+from torchembed.tables.tiers.line_moves import RecordedMoves, recording_moves
+from torchembed.tables.tiers.meta_rows import meta_rows_in_state_dicts
 from torchembed.tables.tiers.tiered_group import FetchedRows, TieredGroup
 
 __all__ = [
@@ -14,7 +17,11 @@ __all__ = [
     "CacheStatisticsReader",
     "CacheStatisticsReading",
     "CountedCaches",
+    "DiskGroup",
     "FetchedRows",
+    "RecordedMoves",
     "TieredGroup",
     "host_tensor",
+    "meta_rows_in_state_dicts",
+    "recording_moves",
 ]

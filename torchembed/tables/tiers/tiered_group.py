@@ -11,6 +11,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.row_caches import RowCache
 from torchembed.ops.initialize_rows import initialize_rows
 from torchembed.ops.row_cache import (
+    RowMoves,
     claim_slots,
     dirty_moves,
     empty_row_cache,
@@ -44,6 +45,11 @@ class FetchedRows(NamedTuple):
     """int64 ``[1]``: of the batch, as the cache counts."""
     num_emptied: Tensor
     """int64 ``[1]``: how often the cache had been emptied by then."""
+    num_short: Tensor | None = None
+    """int64 ``[1]``: places that the memory of the host had too few, of tables on disk."""
+    may_be_late: Tensor | None = None
+    """bool ``[1]``, of tables on disk: False where the rows are not brought in at all, since host
+    memory does not hold them, or the batch is not trained."""
 
 
 class TieredGroup(TableGroup):
@@ -262,8 +268,16 @@ class TieredGroup(TableGroup):
         if admission.is_trained is not None:
             requested = requested * admission.is_trained
         self.counters.requested.add_(requested)
-        of_batch = self.counters.of_forwards if admission.epoch is None else self.cache.counters
-        return fetched._replace(num_refused=self._claim(fetched, admission.is_trained, of_batch))
+        return self._bring_in(fetched, admission)
+
+    def _bring_in(self, fetched: FetchedRows, admission: Admission) -> FetchedRows:
+        """Bring the rows of a batch in that is admitted."""
+        counters = self._counters_of(admission)
+        return fetched._replace(num_refused=self._claim(fetched, admission.is_trained, counters))
+
+    def _counters_of(self, admission: Admission) -> Tensor:
+        """The counters of a batch, which is prepared ahead or not."""
+        return self.counters.of_forwards if admission.epoch is None else self.cache.counters
 
     @torch.no_grad()
     def fetch_refused(self, fetched: FetchedRows) -> Tensor:
@@ -276,6 +290,8 @@ class TieredGroup(TableGroup):
             are there.
         """
         is_late = (fetched.num_refused > 0) | (fetched.num_emptied != self._num_emptied)
+        if fetched.may_be_late is not None:
+            is_late = is_late & fetched.may_be_late
         self.counters.late_batches.add_(is_late)
         return self._claim(fetched, is_late, self.counters.late)
 
@@ -291,11 +307,15 @@ class TieredGroup(TableGroup):
             released=self.clock.released,
             is_trained=is_trained,
         )
-        move_rows(claim.moves, self._cached, self._stored)
+        self._move(claim.moves)
         if self._slot_keys is not None:
             slots = self.placed_rows(fetched.unique_rows)
             self._slot_keys.note(slots, fetched.unique_rows, super().rounding_keys)
         return claim.num_refused
+
+    def _move(self, moves: RowMoves) -> None:
+        """Move rows between the cache and where they are stored."""
+        move_rows(moves, self._cached, self._stored)
 
     def _check_unchanged(self) -> None:
         """Empty the cache where weights were changed in place, and it holds nothing that was
@@ -327,7 +347,7 @@ class TieredGroup(TableGroup):
         in the cache. Waits for a GPU."""
         if self.weight.is_meta or not self.cache.is_dirty.any():
             return
-        move_rows(dirty_moves(self.cache), self._cached, self._stored)
+        self._move(dirty_moves(self.cache))
         # Those of batches that were prepared ahead are still to be trained.
         self.cache.is_dirty.copy_(self.cache.last_use > self.clock.released)
         if self.weight.is_cuda:

@@ -1,0 +1,79 @@
+"""Rows of a group of tables in the memory of the host, and behind it on disk."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchembed.tables.tiers.initial_lines import InitialLines, RowIdentities
+from torchembed.tables.tiers.line_moves import MovedLines
+from torchembed.tables.tiers.line_store import LineStore
+
+
+class HostLines:
+    """Rows at places of host memory, each a copy of a line on disk or newer than it.
+
+    Which row is at which place, the device knows. Calls come from one thread at a time.
+
+    Args:
+        tensors: a weight ``[H, D]`` and its states, in the memory of the host.
+        store: of their lines.
+        initial: makes the rows that have none.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], store: LineStore, initial: InitialLines) -> None:
+        self.tensors, self.store, self.initial = list(tensors), store, initial
+
+    @torch.no_grad()
+    def move(self, moves: MovedLines) -> None:
+        """Write the rows that leave their places, and read those that come there."""
+        is_written = moves.written_rows >= 0
+        self.save(moves.places[is_written], moves.written_rows[is_written])
+        self.load(moves.places, moves.read_rows, moves.identities)
+
+    def save(self, places: Tensor, rows: Tensor) -> None:
+        """Write the lines of ``rows``, int64 ``[n]``, which are at ``places``."""
+        if len(rows):
+            self.store.write(rows, self.store.layout.packed(self.tensors, places))
+
+    def load(self, places: Tensor, rows: Tensor, identities: RowIdentities | None) -> None:
+        """Read ``rows``, int64 ``[n]``, to ``places``; those without a line as they were at first.
+
+        Args:
+            identities: of the rows of dynamic tables.
+        """
+        self._read(self.tensors, places, rows, identities)
+
+    @torch.no_grad()
+    def read(
+        self, rows: Tensor, identities: RowIdentities | None, num_tensors: int | None = None
+    ) -> list[Tensor]:
+        """The weight and the states, or the first so many of them, of ``rows``, int64 ``[n]``, as
+        they are on disk; arguments otherwise as for :meth:`load`."""
+        found = self.store.layout.empty(len(rows), num_tensors)
+        self._read(found, torch.arange(len(rows), device="cpu"), rows, identities)
+        return found
+
+    def _read(
+        self,
+        tensors: Sequence[Tensor],
+        places: Tensor,
+        rows: Tensor,
+        identities: RowIdentities | None,
+    ) -> None:
+        lines, have_lines = self.store.read(rows)
+        if identities is not None:
+            # What is under the number of a new row is of the id that had it before.
+            have_lines &= ~identities.are_new
+        layout = self.store.layout
+        if bool(have_lines.all()):
+            layout.unpack(lines, tensors, places)
+            return
+        layout.unpack(lines[have_lines], tensors, places[have_lines])
+        others = ~have_lines
+        if identities is not None:
+            identities = RowIdentities(identities.ids[others], identities.are_new[others])
+        made = layout.empty(int(others.sum()), len(tensors))
+        self.initial.fill(made, rows[others], identities)
+        for tensor, new in zip(tensors, made, strict=True):
+            tensor.index_copy_(0, places[others], new)
