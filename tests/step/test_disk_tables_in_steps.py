@@ -24,7 +24,15 @@ from tests.support.disk_tables import (
 from tests.support.lanes import picked_kernel
 from tests.support.tape import taped_captures
 from tests.support.tiny_training import results_of
-from torchembed import Disk, EmbeddingBagConfig, InPlaceFunction
+from torchembed import (
+    LFU,
+    Disk,
+    Dynamic,
+    EmbeddingBagConfig,
+    HashedRows,
+    InPlaceFunction,
+    Missing,
+)
 from torchembed.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from torchembed.training import TrainPipeline
 
@@ -34,10 +42,20 @@ COUNT = 24
 BATCHES = {form: batches(form, COUNT) for form in ("fixed", "jagged", "mixed")}
 
 
+DYNAMIC = {
+    "evicting": Dynamic(),
+    "by score": Dynamic(eviction=LFU()),
+    "of initial values": Dynamic(missing=Missing.INITIAL),
+    "of hashed rows": Dynamic(missing=HashedRows(5)),
+}
+
+
 @functools.cache
-def on_device(optimizer: str, form: str) -> tuple[StoredRanker, list[float]]:
+def on_device(
+    optimizer: str, form: str, dynamic: Dynamic | None = None
+) -> tuple[StoredRanker, list[float]]:
     """The model after training with all rows on the device, and its losses."""
-    model = StoredRanker(None)
+    model = StoredRanker(None, dynamic=dynamic)
     return model, train_by_hand(model, BATCHES[form], OPTIMIZERS[optimizer])
 
 
@@ -73,6 +91,29 @@ def test_captured_steps_equal_those_on_the_device(
         assert results_of(pipeline, BATCHES[form]) == losses
     assert_same_tables(model, expected)
     assert all(not group.lines.store.is_empty for group in disk_groups_of(model))
+
+
+@pytest.mark.parametrize("way", ["by hand", "called", "taped"])
+@pytest.mark.parametrize(("kind", "form"), [*((kind, "mixed") for kind in DYNAMIC)])
+def test_dynamic_tables_equal_those_on_the_device(
+    tmp_path: Path, kind: str, form: str, way: str
+) -> None:
+    if way == "taped" and picked_kernel("claim_slots", "cpu") != "native":
+        pytest.skip("a tape refuses the reference of claim_slots, which is the host's own work")
+    expected, losses = on_device("Adam", form, DYNAMIC[kind])
+    model = StoredRanker(disk(tmp_path, form), dynamic=DYNAMIC[kind])
+    if way == "by hand":
+        assert train_by_hand(model, BATCHES[form]) == losses
+    else:
+        with taped_captures() if way == "taped" else contextlib.nullcontext():
+            pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)
+            assert results_of(pipeline, BATCHES[form]) == losses
+    assert_same_tables(model, expected)
+    assert all(not group.lines.store.is_empty for group in disk_groups_of(model))
+    for one in batches("mixed", 5, first=70):
+        wanted, found = (m.eval()(one.dense, one.sparse) for m in (expected, model))
+        assert torch.equal(found, wanted)
+    expected.train()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

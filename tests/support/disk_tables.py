@@ -18,6 +18,8 @@ from torchembed.tables import DiskGroup, Storage, Table, row_chunks
 
 KEYS = ("a", "b", "c")
 NUM_IDS = 60
+DYNAMIC_ROWS = 40
+"""Rows of a dynamic table, too few for all ids."""
 LOSS = F.binary_cross_entropy_with_logits
 _HOTNESS = (2, 1, 3)
 _CHUNK_BYTES = 1 << 10
@@ -38,7 +40,7 @@ class StoredRanker(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         settings: dict[str, Any] = {
-            "num_embeddings": NUM_IDS if dynamic is None else 20,
+            "num_embeddings": NUM_IDS if dynamic is None else DYNAMIC_ROWS,
             "embedding_dim": 4,
             "dynamic": dynamic,
             "storage": storage,
