@@ -135,7 +135,7 @@ def disk_groups_of(model: nn.Module) -> list[DiskGroup]:
 def rows_and_states(model: nn.Module) -> dict[str, Tensor]:
     """The rows of all tables and their optimizer state, by id in dynamic tables."""
     found = {}
-    for table in tables_of(model):
+    for number, table in enumerate(tables_of(model)):
         chunks = list(row_chunks(table, _CHUNK_BYTES))
         keys = torch.cat([chunk.keys for chunk in chunks])
         order = keys.argsort()
@@ -143,7 +143,7 @@ def rows_and_states(model: nn.Module) -> dict[str, Tensor]:
         for name in chunks[0].states:
             parts[name] = torch.cat([chunk.states[name] for chunk in chunks])
         for name, tensor in parts.items():
-            found[f"{table.spec.name}.{name}"] = tensor[order].clone()
+            found[f"{number}.{table.spec.name}.{name}"] = tensor[order].clone()
     return found
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchembed import Dynamic, Embedding, EmbeddingBag, HostMemory
+from torchembed import Dynamic, Embedding, EmbeddingBag
 from torchembed.optim import Adam
+from torchembed.tables import Storage
 
 NUM_IDS, DIM, PADDING = 40, 4, 2
 Batch = dict[str, Tensor]
@@ -21,7 +22,7 @@ class StoredModules(nn.Module):
 
     def __init__(
         self,
-        storage: HostMemory | None,
+        storage: Storage | None,
         device: str | None = None,
         dtype: torch.dtype | None = None,
         dynamic: Dynamic | None = None,

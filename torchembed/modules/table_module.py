@@ -102,6 +102,12 @@ class TableModule(DynamicTableOperations):
         for group in self.disk_groups():
             group.wait_for_lines()
 
+    def stop_threads(self) -> None:
+        """End the threads that read and write tables on disk, which begin anew where they are
+        needed. No step may be under way."""
+        for group in self.disk_groups():
+            group.stop_thread()
+
     @torch.no_grad()
     def write_back(self) -> None:
         """Write all rows that were trained on the device to the host, where tables live in host

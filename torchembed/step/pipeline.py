@@ -211,8 +211,9 @@ class TrainPipeline:
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
         self._intake = BatchIntake(model, loss_fn, self._engines, padding, max_layouts)
-        modules = (m for m in model.modules() if isinstance(m, TableModule))
+        modules = [m for m in model.modules() if isinstance(m, TableModule)]
         self._timed = [module for module in modules if module.timed_indices()]
+        self._on_disk = [module for module in modules if module.disk_groups()]
         self._growing = TablesThatGrow(model)
         self._is_alone = ranks.world_size() == 1
         self._changes = JointChanges(self._engines.values, self._engines.hooks)
@@ -357,6 +358,8 @@ class TrainPipeline:
         """Destroy the graphs, unless a step hangs, for which that might wait for ever."""
         if self._in_flight.finish_within(_RELEASE_SECONDS):
             self._engines.release()
+            for module in self._on_disk:
+                module.stop_threads()
 
     def __enter__(self) -> Self:
         return self

@@ -22,6 +22,8 @@ from torchembed.tables.tiers.host_memory import host_tensor
 from torchembed.tables.tiers.initial_lines import RowIdentities
 
 _POLL_SECONDS = 5e-5
+_LIMIT_SECONDS = 600.0
+"""The time that a device has to begin a step."""
 
 
 class MovedLines(NamedTuple):
@@ -92,14 +94,9 @@ class MoveBuffer:
 
 class LineMover:
     """Moves lines on a thread of its own, in the order of :meth:`submit`; the thread begins with
-    the first call, and ends with :meth:`stop` or with the object.
-
-    Attributes:
-        limit_seconds: how long a device is waited for.
-    """
+    the first call, and ends with :meth:`stop` or with the object."""
 
     def __init__(self) -> None:
-        self.limit_seconds = 600.0
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: collections.deque[Future[None]] = collections.deque()
         self._failure: BaseException | None = None
@@ -108,11 +105,11 @@ class LineMover:
     def submit(self, buffer: MoveBuffer, move: Callable[[MovedLines], None]) -> None:
         """Have ``move`` called with the moves of ``buffer``, once these have arrived; not where
         moves before them have failed."""
-        is_abandoned, limit_seconds = self._is_stopped.is_set, self.limit_seconds
+        is_abandoned = self._is_stopped.is_set
         before = self._under_way[-1] if self._under_way else None
 
         def task() -> None:
-            moves = buffer.wait(limit_seconds, is_abandoned)
+            moves = buffer.wait(_LIMIT_SECONDS, is_abandoned)
             # Done by now. What was not written must not be read.
             failure = None if before is None else before.exception()
             if failure is not None:
