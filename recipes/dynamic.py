@@ -40,18 +40,26 @@ def num_rows(capacity: float | None, num_ids: int) -> int:
 
 
 def table_size(
-    num_rows: int, *, is_dynamic: bool, evicts: bool, eviction: Eviction, shared: float
+    num_rows: int,
+    *,
+    is_dynamic: bool,
+    evicts: bool,
+    eviction: Eviction,
+    shared: float,
+    has_deltas: bool = False,
 ) -> TableSize:
     """A table of ``num_rows``.
 
     Args:
         evicts: whether more ids than rows are expected, so that ids without a row share some.
         shared: the part of the rows that they share.
+        has_deltas: whether the ids that leave it are remembered, as many as it has rows.
     """
     if not is_dynamic:
         return TableSize(num_rows, None)
+    log = num_rows if has_deltas else 0
     if not evicts:
-        return TableSize(num_rows, Dynamic(eviction=_policy(eviction)))
+        return TableSize(num_rows, Dynamic(eviction=_policy(eviction), deletion_log=log))
     if shared and num_rows < _FEW_ROWS:
         num_own, num_shared = 1, num_rows
     else:
@@ -62,6 +70,7 @@ def table_size(
         eviction=_policy(eviction),
         admission=counted if eviction is Eviction.LFU else None,
         missing=HashedRows(num_shared) if num_shared else "zeros",
+        deletion_log=log,
     )
     return TableSize(num_own, dynamic)
 

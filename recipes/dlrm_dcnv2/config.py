@@ -12,6 +12,11 @@ from torchembed.data.mlperf import mlperf_days
 from torchembed.sharding import Placement
 from torchembed.training import EarlyStop, LearningRate
 
+_NOT_DAILY = (
+    *("epochs", "max_steps", "evaluate_every", "target_auc", "patience", "keep_best"),
+    "mlperf_log",
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DlrmConfig:
@@ -68,6 +73,9 @@ class DlrmConfig:
     """Steps over which it falls, along a parabola; 0 for a constant rate."""
     end_learning_rate: float = 1e-7
     """The least learning rate of the decay, and that of all steps after it."""
+    daily: bool = False
+    """Train each file of the data once, in turn, but for the last, which is held out; after each
+    evaluate, and export what has changed to the folder exports."""
     epochs: int = 1
     max_steps: int | None = None
     """Stop after so many."""
@@ -101,12 +109,26 @@ class DlrmConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or left out, got {value}")
+        self._check_daily()
         check_capacity(self.capacity, self.shared)
         check_cached(self.cached)
         if self.over_arch[-1:] != (1,):
             raise ValueError(f"over_arch must end with 1, the logit, got {self.over_arch}")
         # They check their own fields.
         _ = self.schedule, self.early_stop()
+
+    def _check_daily(self) -> None:
+        """Raise where a field is set that says nothing of days."""
+        if not self.daily:
+            return
+        if self.data is None:
+            raise ValueError("data must name a folder of days to be trained daily, got none")
+        for field in dataclasses.fields(self):
+            if field.name in _NOT_DAILY and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f"{field.name} must be left out where days are trained in turn, got "
+                    f"{getattr(self, field.name)}; leave out daily to set it"
+                )
 
     @property
     def schedule(self) -> LearningRate:

@@ -11,6 +11,7 @@ from torch import nn
 
 import torchembed
 from recipes.dlrm_dcnv2.config import DlrmConfig
+from recipes.dlrm_dcnv2.days import DailyLoop, day_files
 from recipes.dlrm_dcnv2.loop import TrainLoop
 from recipes.dynamic import num_rows, table_size
 from recipes.host_memory import storages
@@ -29,7 +30,7 @@ from torchembed.data import (
 )
 from torchembed.models import DLRM_DCNv2
 from torchembed.tables import table_of
-from torchembed.training import CheckpointFolder, TrainingRun, evaluate, plot_history
+from torchembed.training import CheckpointFolder, History, TrainingRun, evaluate, plot_history
 
 
 def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stopped:
@@ -45,6 +46,8 @@ def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stop
             f"mlperf_log must be left out where a run goes on, and {output} holds a checkpoint: "
             "MLPerf knows whole runs alone"
         )
+    if config.daily:
+        return run_days(config, device, output)
     mlperf_log = None if config.mlperf_log is None else MlperfLog(output)
     train_rows, validation, test = (
         open_split(config, split) for split in (Split.TRAIN, Split.VALIDATION, Split.TEST)
@@ -73,18 +76,56 @@ def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stop
             return Stopped(num_steps=loop.history.num_steps)
     if config.keep_best and loop.early_stop.best_auc is not None:
         loop.best.load(TrainingRun(model=model), loop.early_stop.best_step)
+    return _result(config, model, loop.history, (validation, test), device, output)
+
+
+def run_days(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stopped:
+    """:func:`run`, file after file of the data, each with an export in ``output / "exports"``."""
+    assert config.data is not None
+    files = day_files(config.data)
+
+    def open_day(file: Path) -> BatchSource:
+        sizes = table_rows(config, config.table_sizes)
+        return open_clicks(file, table_sizes=sizes, **_reading(config))
+
+    validation, test = (open_split(config, split) for split in (Split.VALIDATION, Split.TEST))
+    model = build_model(config, open_day(files[0]), device)
+    loop = DailyLoop(
+        config=config,
+        model=model,
+        optimizers=build_optimizers(config, model),
+        files=files,
+        open_day=open_day,
+        validation=validation,
+        output=output,
+    )
+    if not loop.run():
+        return Stopped(num_steps=loop.history.num_steps)
+    return _result(config, model, loop.history, (validation, test), device, output)
+
+
+def _result(
+    config: DlrmConfig,
+    model: nn.Module,
+    history: History,
+    held_out: tuple[BatchSource, BatchSource],
+    device: torch.device,
+    output: Path,
+) -> Result:
+    """The result of a run that has ended, on the test rows, the second of those held out."""
+    validation, test = held_out
     with config.precision.context(device):
         final = evaluate(model, test)
     if ranks.rank() == 0:
         best = validation.bayes_auc() if isinstance(validation, ClickLog) else None
-        plot_history(loop.history, output / "training.png", title="DLRM-DCNv2", bayes_auc=best)
+        plot_history(history, output / "training.png", title="DLRM-DCNv2", bayes_auc=best)
     return Result(
         test_auc=final.auc,
         test_logloss=final.logloss,
         bayes_auc=test.bayes_auc() if isinstance(test, ClickLog) else None,
         bayes_logloss=test.bayes_logloss() if isinstance(test, ClickLog) else None,
-        samples_per_second=loop.history.samples_per_second,
-        num_steps=loop.history.num_steps,
+        samples_per_second=history.samples_per_second,
+        num_steps=history.num_steps,
         checkpoint=output / ("best" if config.keep_best else "checkpoint"),
     )
 
@@ -120,17 +161,7 @@ def _mlperf_values(
 def open_split(config: DlrmConfig, split: Split) -> BatchSource:
     """This rank's batches of ``split``, with tables of as many rows as the config says, and the
     data's own ids for dynamic ones."""
-    num_ranks, rank = ranks.world_size(), ranks.rank()
-    if config.batch_size % num_ranks:
-        raise ValueError(
-            f"batch_size must be a multiple of the {num_ranks} ranks, got {config.batch_size}"
-        )
-    options: dict[str, Any] = {
-        "batch_size": config.batch_size // num_ranks,
-        "rank": rank,
-        "world_size": num_ranks,
-        "raw_ids": config.dynamic,
-    }
+    options = _reading(config)
     if config.data is None:
         sizes = table_rows(config, config.click_log.table_sizes)
         return ClickLog(config.click_log, split=split, table_sizes=sizes, **options)
@@ -142,6 +173,21 @@ def open_split(config: DlrmConfig, split: Split) -> BatchSource:
     # Days may come with sizes of their own, which others replace here.
     reopen = MlperfDays if isinstance(source, MlperfDays) else open_clicks
     return reopen(config.data, table_sizes=sizes, split=split, **options)
+
+
+def _reading(config: DlrmConfig) -> dict[str, Any]:
+    """How this rank reads batches, whatever they are read from."""
+    num_ranks, rank = ranks.world_size(), ranks.rank()
+    if config.batch_size % num_ranks:
+        raise ValueError(
+            f"batch_size must be a multiple of the {num_ranks} ranks, got {config.batch_size}"
+        )
+    return {
+        "batch_size": config.batch_size // num_ranks,
+        "rank": rank,
+        "world_size": num_ranks,
+        "raw_ids": config.dynamic,
+    }
 
 
 def table_rows(config: DlrmConfig, table_sizes: Sequence[int]) -> tuple[int, ...]:
@@ -164,6 +210,7 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
             evicts=config.capacity is not None,
             eviction=config.eviction,
             shared=config.shared,
+            has_deltas=config.daily,
         )
         for size in source.table_sizes
     ]

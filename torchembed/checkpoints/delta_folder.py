@@ -134,7 +134,9 @@ class DeltaFolder:
         collective."""
         modules = {n: m for n, m in model.named_modules() if isinstance(m, TableModule)}
         is_whole = not number or self._number != number - 1 or self._marks.keys() != modules.keys()
-        is_whole, deltas = ranks.any_rank(is_whole), {}
+        # One without dynamic tables needs none before it, either.
+        is_dynamic = ranks.any_rank(bool(dynamic_tables(model)))
+        is_whole, deltas = ranks.any_rank(is_whole) or not is_dynamic, {}
         for name, module in () if is_whole else modules.items():
             try:
                 deltas[name] = module.delta(self._marks[name])

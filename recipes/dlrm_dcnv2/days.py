@@ -1,0 +1,193 @@
+"""Training day after day: each file of a log once, in turn, and after each an export."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipes.dlrm_dcnv2.config import DlrmConfig
+from torchembed.checkpoints import DeltaFolder
+from torchembed.data import BackgroundLoader, BatchSource
+from torchembed.data.criteo_text import text_files
+from torchembed.data.mlperf import mlperf_days
+from torchembed.data.parquet import parquet_files
+from torchembed.ops.binary_cross_entropy import binary_cross_entropy
+from torchembed.training import (
+    CheckpointFolder,
+    Epochs,
+    History,
+    MetricsWriter,
+    Progress,
+    StopSignal,
+    TrainingRun,
+    TrainPipeline,
+    evaluate,
+    train,
+)
+
+EXPORTS = "exports"
+
+
+def day_files(path: Path) -> list[Path]:
+    """The files to train on, in order: all of the folder ``path`` but the last, which is held out.
+
+    Raises:
+        FileNotFoundError: where there is nothing to read.
+        ValueError: where there are fewer than two, or they are MLPerf's.
+    """
+    if path.is_dir() and mlperf_days(path):
+        raise ValueError(
+            f"data must be days of text or Parquet files to be trained daily, and {path} holds "
+            "MLPerf's files; train on these without daily"
+        )
+    is_parquet = path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
+    files = parquet_files(path) if is_parquet else text_files(path)
+    if len(files) < 2:
+        raise ValueError(
+            f"data must be a folder of at least two files to be trained daily, one of them held "
+            f"out, got {path} with {len(files)}; add the days, or leave daily out"
+        )
+    return files[:-1]
+
+
+class DaysDone:
+    """The days that are trained, and the position in the one that is not."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """Of their files."""
+        self.epochs: Epochs | None = None
+        """Over the next day's file, once it was begun."""
+        self._position: dict[str, Any] | None = None
+
+    def begin(self, batches: BackgroundLoader) -> Epochs:
+        """Go through the next day's batches, from the position that was loaded on."""
+        self.epochs = Epochs(batches)
+        if self._position is not None:
+            self.epochs.load_state_dict(self._position)
+            self._position = None
+        return self.epochs
+
+    def end(self, name: str) -> None:
+        """Note the day as trained."""
+        self.names, self.epochs = [*self.names, name], None
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise ``ValueError`` where other files than ``names``, in order, were trained."""
+        if list(names[: len(self.names)]) != self.names:
+            raise ValueError(
+                f"data must begin with the days that the run has trained, {self.names}, where it "
+                f"goes on, got {list(names)}; add later days alone, or begin another run"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        position = self._position if self.epochs is None else self.epochs.state_dict()
+        return {"names": self.names, "position": position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.names, self._position = list(state_dict["names"]), state_dict["position"]
+        self.epochs = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class DailyLoop:
+    """One training over the files of a log, from the first or from where its checkpoint is; files
+    that came to the folder since then are trained, too."""
+
+    config: DlrmConfig
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    files: Sequence[Path]
+    """To be trained, in order."""
+    open_day: Callable[[Path], BatchSource]
+    validation: BatchSource
+    output: Path
+
+    def __post_init__(self) -> None:
+        self.history = History(read_loss_every=self.config.read_loss_every)
+        self.schedulers = [self.config.schedule.scheduler(o) for o in self.optimizers]
+        self.days, self.exports = DaysDone(), DeltaFolder(self.output / EXPORTS)
+        self.checkpoints = CheckpointFolder(self.output / "checkpoint", keep=2)
+        self.state = TrainingRun(
+            model=self.model,
+            optimizers=self.optimizers,
+            others={
+                "history": self.history,
+                "days": self.days,
+                **{f"schedulers.{i}": scheduler for i, scheduler in enumerate(self.schedulers)},
+            },
+        )
+        self.checkpoints.claim()
+        self.checkpoints.load(self.state)
+        self.days.check([file.name for file in self.files])
+
+    def run(self) -> bool:
+        """Train to the end of the last file; False where a signal ended it before, once that is
+        saved."""
+        with (
+            StopSignal() as stop,
+            Progress(done=self.history.num_steps) as progress,
+            MetricsWriter(
+                self.output,
+                tensorboard=self.config.tensorboard,
+                after_step=self.history.num_steps,
+            ) as metrics,
+            TrainPipeline(
+                self.model,
+                binary_cross_entropy,
+                self.optimizers,
+                autocast=self.config.precision.autocast,
+            ) as pipeline,
+        ):
+            for file in self.files[len(self.days.names) :]:
+                with BackgroundLoader(self.open_day(file)) as loader:
+                    epochs = self.days.begin(loader)
+                    while not epochs.is_done and not stop.is_agreed:
+                        train(
+                            pipeline,
+                            epochs,
+                            schedulers=self.schedulers,
+                            max_steps=self._steps_until_due(),
+                            history=self.history,
+                            progress=progress,
+                            metrics=metrics,
+                            stop=stop,
+                        )
+                        if not epochs.is_done:
+                            self.checkpoints.save(
+                                self.history.num_steps, self.state, wait=stop.is_agreed
+                            )
+                if stop.is_agreed and not epochs.is_done:
+                    progress.note(f"step {self.history.num_steps}: saved, and stopped by a signal")
+                    break
+                self._end_day(file, pipeline, progress, metrics)
+                if stop.is_agreed:
+                    break
+            self.checkpoints.wait()
+        return len(self.days.names) == len(self.files)
+
+    def _steps_until_due(self) -> int | None:
+        every = self.config.checkpoint_every
+        return None if every is None else every - self.history.num_steps % every
+
+    def _end_day(
+        self, file: Path, pipeline: TrainPipeline, progress: Progress, metrics: MetricsWriter
+    ) -> None:
+        """Evaluate, export and save what a whole day has trained."""
+        step, number = self.history.num_steps, len(self.days.names)
+        with self.config.precision.context(pipeline.device):
+            now = evaluate(self.model, self.validation)
+        assert now is not None
+        self.history.add_evaluation(now)
+        metrics.write(step, validation_auc=now.auc, validation_logloss=now.logloss)
+        is_whole = self.exports.export(self.model, number)
+        kind = "whole" if is_whole else "what has changed"
+        progress.note(
+            f"step {step}: {file.name} trained, validation AUC {now.auc:.5f}, log loss "
+            f"{now.logloss:.4f}; export {number} is {kind}"
+        )
+        self.days.end(file.name)
+        self.checkpoints.save(step, self.state)
