@@ -1,6 +1,9 @@
 """Planners in ``shard_embeddings``, on real ranks, and what is refused there."""
 
+import dataclasses
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,10 @@ from tests.support.planning import make_topology
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import Case, make_batch, make_model, vectors_of
 from torchembed.modules import table_uses
-from torchembed.sharding import Planner, TableConstraint, Topology
+from torchembed.modules.sharded.model_plan import with_topology
+from torchembed.sharding import NodeDisk, Planner, TableConstraint, Topology
+from torchembed.sharding.planning.node_disk import DISK_SHARE
+from torchembed.sharding.transport.table_ranks import flat_mesh
 
 SOME = Case(placements={})
 HOTNESS = {"f0": 1.75, "f1": 1.75, "f2": 1.75, "f3": 1.75}
@@ -55,7 +61,7 @@ def constraints(container: str) -> dict[str, TableConstraint]:
     }
 
 
-def on_four_ranks() -> dict[str, Any]:
+def on_four_ranks(folder: str) -> dict[str, Any]:
     line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     group, cpu = line.get_group(), torch.device("cpu")
     by_cost = Planner(batch_size=64, hotness=HOTNESS)
@@ -90,6 +96,20 @@ def on_four_ranks() -> dict[str, Any]:
     with pytest.raises(Exception) as error:  # noqa: PT011 - what torch raises is its own affair
         Topology.of_group(group, device)
     results["silent"] = str(error.value)
+    disk, of_two = NodeDisk(path=folder), flat_mesh(grid)
+    of_mesh = [
+        with_topology(planner, grid, of_two).topology
+        for planner in (
+            Planner(disk=disk),
+            Planner(topology=dataclasses.replace(make_topology(2, 2), disk=disk)),
+        )
+    ]
+    results["disks"] = [topology.disk for topology in of_mesh if topology is not None]
+    missing = NodeDisk(path=f"{folder}/a/b") if rank == 1 else disk
+    try:
+        with_topology(Planner(disk=missing), line, line)
+    except (OSError, RuntimeError) as problem:
+        results["no disk"] = f"{type(problem).__name__}: {problem}"
     results["huge is as it was"] = type(huge.tables).__name__
     return results
 
@@ -108,13 +128,24 @@ MESSAGES = {
 }
 
 
-def test_planned_models_run_and_others_are_refused() -> None:
-    results = run_on_ranks(4, on_four_ranks)
+def test_planned_models_run_and_others_are_refused(tmp_path: Path) -> None:
+    results = run_on_ranks(4, on_four_ranks, str(tmp_path))
     first = results[0]
     silent = r"ranks \[2\] could not tell the memory of their devices"
     for rank, result in enumerate(results):
         assert bool(re.match(silent, result["silent"])) is (rank != 2)
         assert result["topologies"] == first["topologies"]
+        assert result["disks"] == first["disks"]
+        for disk in result["disks"]:
+            free = shutil.disk_usage(tmp_path).free
+            # Each of two nodes of two ranks has half of the host's, but for what others write.
+            assert disk.capacity_bytes / DISK_SHARE == pytest.approx(free / 2, abs=2**30)
+        assert re.match(
+            "FileNotFoundError: path of a disk must be"
+            if rank == 1
+            else r"RuntimeError: ranks \[1\] could not tell what is free at ",
+            result["no disk"],
+        )
         shapes = [(t.num_nodes, t.ranks_per_node) for t in result["topologies"]]
         assert shapes == [(1, 4), (2, 2)]
         for name, part in result["planned"].items():

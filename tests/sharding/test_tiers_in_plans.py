@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -31,18 +32,28 @@ from torchembed.sharding.planning.distinct_rows import expected_distinct
 from torchembed.sharding.planning.memory_budget import memory_budget
 from torchembed.sharding.planning.plan import place_table
 from torchembed.sharding.planning.plan_report import report_plan
-from torchembed.tables import HashFactory, HostMemory
+from torchembed.tables import Disk, HashFactory, HostMemory, Storage
 
 LINE = 16 * 4 * 2
 """Bytes of a row of 16 columns with Adagrad's state."""
 
 
 sizes = st.integers(1, 10**12)
-storages = st.builds(HostMemory, cache_rows=sizes) | st.builds(HostMemory, cache_bytes=sizes)
+storages = (
+    st.builds(HostMemory, cache_rows=sizes)
+    | st.builds(HostMemory, cache_bytes=sizes)
+    | st.builds(
+        lambda path, cached, more: Disk(path=path, host_rows=cached + more, cache_rows=cached),
+        st.sampled_from(("/mnt/nvme", "somewhere")),
+        sizes,
+        st.integers(0, 10**12),
+    )
+    | st.builds(Disk, path=st.just("d"), host_bytes=sizes, cache_rows=sizes)
+)
 
 
 @hypothesis.given(storage=st.none() | storages)
-def test_storages_come_back_from_json(storage: HostMemory | None) -> None:
+def test_storages_come_back_from_json(storage: Storage | None) -> None:
     specs = {"t": make_stored_use(10, "f", storage=storage).spec, "u": make_use(5, 8, "g").spec}
     plan = make_plan(specs, 2)
     assert plan.table("t").storage == storage
@@ -59,9 +70,16 @@ def test_storages_come_back_from_json(storage: HostMemory | None) -> None:
     ("entries", "message"),
     [
         (3, "storage must be an object or null, got 3"),
-        ({"cache_rows": 3}, "tier of storage must be 'host', got None"),
+        ({"cache_rows": 3}, "tier of storage must be 'host' or 'disk', got None"),
         ({"tier": "host", "rows": 1, "cache_rows": 1}, r"storage has no \['rows'\]"),
         ({"tier": "host", "cache_rows": 0}, "cache_rows must be positive, got 0"),
+        ({"tier": "host", "path": "d", "cache_rows": 1}, r"storage has no \['path'\]"),
+        ({"tier": "disk", "host_rows": 1, "cache_rows": 1}, "path of storage is missing"),
+        (
+            {"tier": "disk", "path": "d", "host_rows": 1, "cache_rows": 2},
+            "host_rows must be at least cache_rows, ",
+        ),
+        ({"tier": ["disk"]}, r"tier of storage must be 'host' or 'disk', got \['disk'\]"),
     ],
 )
 def test_what_is_no_storage_is_refused(entries: Any, message: str) -> None:
@@ -76,6 +94,7 @@ def test_plans_name_tiers() -> None:
         "a": None,
         "b": HostMemory(cache_rows=1234),
         "c": HostMemory(cache_bytes=2048),
+        "d": Disk(path=Path("/mnt/nvme"), host_rows=5000, cache_bytes=2048),
     }
     specs = {name: make_stored_use(10, "f", storage=s).spec for name, s in storages.items()}
     lines = str(make_plan(specs, 1)).splitlines()
@@ -84,6 +103,7 @@ def test_plans_name_tiers() -> None:
         "device",
         "host, 1,234 rows cached",
         "host, 2,048 bytes cached",
+        "disk /mnt/nvme, 5,000 rows in host, 2,048 bytes cached",
     ]
     assert "storage" not in str(make_plan({"a": specs["a"]}, 1))
 

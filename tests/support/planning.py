@@ -13,6 +13,7 @@ from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import (
     Host,
+    NodeDisk,
     Planner,
     PlanReport,
     ShardingPlan,
@@ -25,7 +26,7 @@ from torchembed.sharding.planning.costs import CostModel
 from torchembed.sharding.planning.options import table_options
 from torchembed.sharding.planning.plan import as_placement
 from torchembed.sharding.planning.plan_report import report_plan
-from torchembed.tables import HostMemory, TableSpec
+from torchembed.tables import Storage, TableSpec
 
 
 def make_topology(num_nodes: int, ranks_per_node: int, memory_bytes: int = 10**12) -> Topology:
@@ -48,7 +49,7 @@ def make_use(
 
 
 def make_stored_use(
-    num_rows: int, *features: str, storage: HostMemory | None, dim: int = 16
+    num_rows: int, *features: str, storage: Storage | None, dim: int = 16
 ) -> TableUse:
     """A float32 table whose rows are in ``storage``; None: on the device."""
     use = make_use(num_rows, dim, *features)
@@ -61,6 +62,22 @@ def make_host_topology(
     """:func:`make_topology` with a ``host`` of each node."""
     topology = make_topology(num_nodes, ranks_per_node, memory_bytes)
     return dataclasses.replace(topology, host=Host(**host))
+
+
+def make_tiered_topology(
+    num_nodes: int,
+    ranks_per_node: int,
+    memory_bytes: int,
+    *,
+    host_bytes: int,
+    disk_bytes: int,
+    path: str | None = "/mnt/nvme",
+) -> Topology:
+    """:func:`make_host_topology` with a disk of each node, at ``path``."""
+    topology = make_host_topology(num_nodes, ranks_per_node, memory_bytes, memory_bytes=host_bytes)
+    capacity = None if path is None else disk_bytes
+    disk = NodeDisk(path=path, capacity_bytes=capacity, bandwidth=1e8, line_seconds=1e-6)
+    return dataclasses.replace(topology, disk=disk)
 
 
 def dlrm_dcnv2() -> tuple[dict[str, TableUse], dict[str, float]]:

@@ -1,6 +1,7 @@
 """Plans of tables over ranks, their cost, and the exchanges of ids, vectors and gradients."""
 
 from torchembed.sharding.planning.dense_costs import DenseCost, DenseUse
+from torchembed.sharding.planning.node_disk import NodeDisk
 from torchembed.sharding.planning.options import TableConstraint
 from torchembed.sharding.planning.plan import Placement, Shard, ShardingPlan, TablePlan, make_plan
 from torchembed.sharding.planning.plan_picture import draw_plan
@@ -18,6 +19,7 @@ __all__ = [
     "DenseUse",
     "Hardware",
     "Host",
+    "NodeDisk",
     "Placement",
     "PlanReport",
     "Planner",

@@ -15,6 +15,7 @@ from torchembed.modules.sharded.dense_use import dense_use
 from torchembed.modules.sharded.earlier_optimizers import check_no_optimizer_has
 from torchembed.modules.single_table import SingleTable
 from torchembed.modules.table_module import TableModule
+from torchembed.sharding.planning.node_disk import known_on_all
 from torchembed.sharding.planning.plan import Placement, ShardingPlan, make_plan, place_table
 from torchembed.sharding.planning.plan_report import PlanReport
 from torchembed.sharding.planning.planner import Planner
@@ -22,7 +23,7 @@ from torchembed.sharding.planning.table_use import TableUse
 from torchembed.sharding.planning.topology import Topology
 from torchembed.sharding.transport.table_ranks import flat_mesh, num_nodes
 from torchembed.sharding.wire import WirePrecision, WireTransport
-from torchembed.tables import TableSpec
+from torchembed.tables import Disk, TableSpec
 
 
 def table_specs(model: nn.Module) -> dict[str, TableSpec]:
@@ -158,11 +159,14 @@ def planned_by(
 
 
 def with_topology(planner: Planner, mesh: DeviceMesh, flat: DeviceMesh) -> Planner:
-    """``planner``, with the topology of the mesh where it has none, which is collective."""
-    if planner.topology is not None:
-        return planner
-    topology = Topology.of_group(flat.get_group(), device_of(mesh), num_nodes=num_nodes(mesh))
-    return dataclasses.replace(planner, topology=topology)
+    """``planner``, with the topology of the mesh where it has none, which is collective; and with
+    the capacity that the ranks find where its disk has none, likewise."""
+    group, topology = flat.get_group(), planner.topology
+    if topology is None:
+        topology = Topology.of_group(group, device_of(mesh), num_nodes=num_nodes(mesh))
+    disk = known_on_all(planner.disk or topology.disk, group, topology.ranks_per_node)
+    topology = dataclasses.replace(topology, disk=disk)
+    return dataclasses.replace(planner, topology=topology, disk=None)
 
 
 def planner_lines(planner: Planner | None) -> list[str]:
@@ -247,6 +251,11 @@ def checked_plan(
             raise ValueError(
                 f"plan's storage of table {given.table} must be {spec.storage}, as the model says, "
                 f"got {given.storage}; make the plan for this model, or change the model"
+            )
+        if isinstance(given.storage, Disk):
+            raise ValueError(
+                f"storage of table {given.table} must be HostMemory or None to be sharded, got "
+                f"{given.storage}"
             )
         spec = dataclasses.replace(spec, storage=given.storage)
         made = place_table(given.table, spec, given.placement, ranks)

@@ -24,11 +24,11 @@ from torchembed.sharding.planning.distinct_rows import (
 )
 from torchembed.sharding.planning.loads import WIRES, Everywhere, Load
 from torchembed.sharding.planning.plan import Placement, Shard, TablePlan
-from torchembed.sharding.planning.storage_costs import held_rows
+from torchembed.sharding.planning.storage_costs import HeldRows
 from torchembed.sharding.planning.table_use import TableUse
 from torchembed.sharding.planning.topology import Topology
 from torchembed.sharding.wire import WirePrecision, WireTransport
-from torchembed.tables import HostMemory
+from torchembed.tables import Storage
 
 ID_BYTES, ANY_ID_BYTES, LENGTH_BYTES = 4, 8, 8
 """Bytes of an id, of one of a dynamic table, and of a bag's length in an exchange. Tables of more
@@ -122,26 +122,45 @@ class CostModel:
         row = num_columns * use.spec.dtype.itemsize
         return row + self.rule.state_bytes(1, num_columns)
 
-    def device_bytes(self, use: TableUse, shard: Shard, storage: HostMemory | None) -> int:
-        """Bytes that a shard takes of its rank's memory: all of it where that is the host's."""
+    def device_bytes(self, use: TableUse, shard: Shard, storage: Storage | None) -> int:
+        """Bytes that a shard takes of its rank's memory: all but those on disk where that is the
+        host's."""
         if storage is None:
             return self.weight_bytes(use, shard.num_rows, shard.num_columns)
-        line_bytes = self.line_bytes(use, shard.num_columns)
-        held = held_rows(storage, shard.num_rows, line_bytes, is_rounded=use.is_rounded)
-        num_rows = held.on_device + (held.in_host if self.topology.devices_are_hosts else 0)
-        return num_rows * line_bytes + held.index_bytes + use.index_bytes(shard.num_rows)
+        held, line_bytes = self._held(use, shard, storage)
+        device_bytes = held.on_device * line_bytes + held.index_bytes
+        if self.topology.devices_are_hosts:
+            device_bytes += held.in_host * line_bytes + held.host_index_bytes
+        return device_bytes + use.index_bytes(shard.num_rows)
 
-    def host_load(
-        self, use: TableUse, shard: Shard, share: float, storage: HostMemory | None
-    ) -> tuple[float, float]:
-        """``HOST`` and ``FETCHED`` of a shard with that ``share`` of its table's rows. All rows of
-        a step are trained, so that each one that is fetched has another one written back."""
-        if storage is None or self.topology.devices_are_hosts:
-            return 0.0, 0.0
+    def _held(self, use: TableUse, shard: Shard, storage: Storage) -> tuple[HeldRows, int]:
+        """Where the rows of ``shard`` are, and the bytes of one with its optimizer state."""
         line_bytes = self.line_bytes(use, shard.num_columns)
-        held = held_rows(storage, shard.num_rows, line_bytes, is_rounded=use.is_rounded)
-        missing = share * self.misses(use, held.on_device / share)
-        return held.in_host * line_bytes, missing * line_bytes
+        return use.held_rows(storage, shard.num_rows, line_bytes), line_bytes
+
+    def tier_loads(
+        self, use: TableUse, shard: Shard, share: float, storage: Storage | None
+    ) -> tuple[float, float, float, float]:
+        """``HOST``, ``FETCHED``, ``DISK`` and ``READ`` of a shard with that ``share`` of its
+        table's rows. All rows of a step are trained, so that each one that is fetched or read has
+        another one written back."""
+        if storage is None:
+            return 0.0, 0.0, 0.0, 0.0
+        held, line_bytes = self._held(use, shard, storage)
+        in_host, fetched, read = 0.0, 0.0, 0.0
+        if not self.topology.devices_are_hosts:
+            in_host = float(held.in_host * line_bytes + held.host_index_bytes)
+            fetched = share * self.misses(use, held.on_device / share) * line_bytes
+        if held.on_disk:
+            rows = share * self.misses(use, held.in_host / share)
+            read = rows * self.disk_line_bytes(line_bytes)
+        return in_host, fetched, float(held.on_disk * line_bytes), read
+
+    def disk_line_bytes(self, line_bytes: int) -> float:
+        """The bytes that a line of ``line_bytes`` counts as where it comes from disk, with those
+        that the disk moves while a processor reads a line and writes one."""
+        disk = self.topology.disk
+        return line_bytes + disk.line_seconds * self.topology.disk_bandwidth
 
     def misses(self, use: TableUse, cached: float) -> float:
         """Different rows of all ranks' batches that are not among ``cached`` rows which were used
@@ -155,7 +174,7 @@ class CostModel:
         return 1.0 - self.misses(use, cached) / touched if touched > 0 else 1.0
 
     def shard_load(
-        self, use: TableUse, shard: Shard, share: float, storage: HostMemory | None = None
+        self, use: TableUse, shard: Shard, share: float, storage: Storage | None = None
     ) -> np.ndarray:
         """float64 ``[len(Load)]``: one shard of a table that is not replicated, with that ``share``
         of its rows."""
@@ -190,7 +209,7 @@ class CostModel:
                 backward,
                 self.device_bytes(use, shard, storage)
                 + num_ranks * (ID_COPIES * ids + forward + self._arrival_copies(use) * backward),
-                *self.host_load(use, shard, share, storage),
+                *self.tier_loads(use, shard, share, storage),
             ]
         )
 
@@ -264,6 +283,10 @@ class CostModel:
         nothing else, for each of ``loads [n, len(Load)]``, float64 ``[n]``."""
         return loads[:, Load.FETCHED] / self.topology.host_bandwidth
 
+    def disk_seconds(self, loads: np.ndarray) -> np.ndarray:
+        """Seconds for rows that come from disk while others go there, likewise."""
+        return loads[:, Load.READ] / self.topology.disk_bandwidth
+
     def all_reduce_seconds(self, num_bytes: float) -> float:
         """Seconds for an all-reduce of ``num_bytes`` on each rank.
 
@@ -306,8 +329,8 @@ class CostModel:
         lookup = self.lookup_seconds(loads[:, Load.LOOKUP] + everywhere.lookup_bytes, num_groups)
         update = self.update_seconds(loads[:, Load.UPDATE] + everywhere.update_bytes, num_groups)
         common = self.all_reduce_seconds(everywhere.all_reduce_bytes)
-        fetch = self.fetch_seconds(loads)
-        return lookup + update + self.wire_seconds(loads).sum(axis=1) + common + fetch
+        tiers = self.fetch_seconds(loads) + self.disk_seconds(loads)
+        return lookup + update + self.wire_seconds(loads).sum(axis=1) + common + tiers
 
     def holder_seconds(self, loads: np.ndarray) -> np.ndarray:
         """Seconds that each of ``loads [n, len(Load)]`` adds to a rank whose own side is its
@@ -320,8 +343,8 @@ class CostModel:
         )
         lookup = self.lookup_seconds(loads[:, Load.LOOKUP])
         update = self.update_seconds(loads[:, Load.UPDATE])
-        fetch = self.fetch_seconds(loads)
-        return lookup + update + wire * loads[:, WIRES].sum(axis=1) + fetch
+        tiers = self.fetch_seconds(loads) + self.disk_seconds(loads)
+        return lookup + update + wire * loads[:, WIRES].sum(axis=1) + tiers
 
     def table_loads(self, use: TableUse, plan: TablePlan) -> tuple[np.ndarray, Everywhere]:
         """Loads ``[shards, len(Load)]`` in the order of ``plan.shards``, zeros where replicated,

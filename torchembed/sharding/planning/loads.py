@@ -20,9 +20,15 @@ class Load(enum.IntEnum):
     HELD = 5
     """Bytes of rows, their optimizer state, and buffers."""
     HOST = 6
-    """Bytes of rows in the memory of the node's host, with their optimizer state."""
+    """Bytes of rows in the memory of the node's host, with their optimizer state, and of what finds
+    rows on disk."""
     FETCHED = 7
     """Bytes of rows that come from the host to the device; as many go back at the same time."""
+    DISK = 8
+    """Bytes of rows on the node's disk, with their optimizer state."""
+    READ = 9
+    """Bytes of rows that come from the disk to the host while as many go back, each with the bytes
+    that the disk moves while a processor reads a row and writes one."""
 
 
 WIRES = slice(Load.IDS, Load.HELD)

@@ -8,7 +8,6 @@ from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding.planning.growth import growth_bytes, moved_parts
 from torchembed.sharding.planning.plan import ShardingPlan
 from torchembed.sharding.planning.plan_report import PlanReport, bytes_text, ranks_text
-from torchembed.sharding.planning.storage_costs import held_rows
 from torchembed.sharding.planning.table_use import TableUse
 
 
@@ -34,7 +33,11 @@ class MemoryBudget:
     values are there already."""
     free_bytes: int
     host_bytes: int = 0
-    """Bytes of rows in the memory of the host, and of their optimizer state where it is known."""
+    """Bytes of rows in the memory of the host, of their optimizer state where it is known, and of
+    what finds rows on disk."""
+    disk_bytes: int = 0
+    """Bytes of rows on disk, and of their optimizer state where it is known, once all of them were
+    trained."""
     host: str = dataclasses.field(default_factory=socket.gethostname)
     """Name of the rank's host."""
     host_free_bytes: int | None = None
@@ -75,10 +78,17 @@ class MemoryBudget:
         unknown = [what for what, part in unknown.items() if part is None]
         not_counted = f", {' and '.join(unknown)} not counted" if unknown else ""
         needed, free = bytes_text(self.needed_bytes), bytes_text(self.free_bytes)
-        in_host = f"; and {bytes_text(self.host_bytes)} of its host" if self.host_bytes else ""
+        elsewhere = "".join(
+            f"; and {bytes_text(num_bytes)} {where}"
+            for num_bytes, where in (
+                (self.host_bytes, "of its host"),
+                (self.disk_bytes, "of its disk at most"),
+            )
+            if num_bytes
+        )
         return (
             f"rank {self.rank} will take {needed} of {free} free memory: "
-            f"{known}{not_counted}{in_host}"
+            f"{known}{not_counted}{elsewhere}"
         )
 
 
@@ -123,7 +133,7 @@ def memory_budget(
         rule: the optimizer's, where it is known without a planner.
         host_free_bytes, is_on_host: as :class:`MemoryBudget` has them.
     """
-    row_bytes, index_bytes, host_bytes, states = 0, 0, 0, 0
+    row_bytes, index_bytes, host_bytes, disk_bytes, states = 0, 0, 0, 0, 0
     rule = rule if report is None else report.rule
     mine = [(table, s) for table in plan.tables for s in table.shards if s.rank == rank]
     for table, shard in mine:
@@ -131,10 +141,11 @@ def memory_budget(
         of_row = shard.num_columns * use.spec.dtype.itemsize
         of_state = 0 if rule is None else rule.state_bytes(1, shard.num_columns)
         line_bytes = of_row + of_state
-        held = held_rows(table.storage, shard.num_rows, line_bytes, is_rounded=use.is_rounded)
+        held = use.held_rows(table.storage, shard.num_rows, line_bytes)
         row_bytes += held.on_device * of_row
         states += held.on_device * of_state
-        host_bytes += held.in_host * line_bytes
+        host_bytes += held.in_host * line_bytes + held.host_index_bytes
+        disk_bytes += held.on_disk * line_bytes
         index_bytes += held.index_bytes + use.index_bytes(shard.num_rows)
     state_bytes = None if rule is None else states
     moved = [
@@ -150,6 +161,7 @@ def memory_budget(
         dense_bytes=dense_bytes,
         free_bytes=free_bytes,
         host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
         host_free_bytes=host_free_bytes,
         is_on_host=is_on_host,
     )

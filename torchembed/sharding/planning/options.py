@@ -9,8 +9,9 @@ from torchembed.sharding.planning.costs import CostModel
 from torchembed.sharding.planning.growth import MovedPart, moved_parts
 from torchembed.sharding.planning.loads import Everywhere, Load
 from torchembed.sharding.planning.plan import Placement, TablePlan, as_placement, place_table
+from torchembed.sharding.planning.storage_costs import PlannedCache
 from torchembed.sharding.planning.table_use import TableUse
-from torchembed.tables import HostMemory
+from torchembed.tables import Storage
 
 MIN_COLUMNS = 4
 """Fewest columns of a column-wise shard, and a divisor of its columns: the width of a vector
@@ -57,7 +58,7 @@ class Option:
     """Key of the tables that a rank looks up and updates in one call; None for replicas."""
     moved: tuple[MovedPart, ...] = ()
     """Of a table that grows, the rows of each part that has some."""
-    storage: HostMemory | None = None
+    storage: Storage | None = None
     """Of each rank that holds rows; None: on its device."""
     exact: TablePlan | None = None
 
@@ -79,7 +80,7 @@ def table_options(
     model: CostModel,
     placements: Sequence[Placement],
     constraint: TableConstraint,
-    num_cached: int | None = None,
+    cache: PlannedCache | None = None,
 ) -> list[Option]:
     """Every way in which ``table`` may be placed.
 
@@ -88,8 +89,8 @@ def table_options(
     the device.
 
     Args:
-        num_cached: rows, of all ranks together, that devices cache of a table which is to be in
-            host memory; None: its rows are where its config says.
+        cache: rows, of all ranks together, that devices and hosts hold of a table which is to leave
+            the devices; None: its rows are where its config says.
 
     Raises:
         ValueError: where ``constraint`` leaves none, or does not fit the table or the topology, or
@@ -129,10 +130,11 @@ def table_options(
         ranks = groups[0] if groups else pool[:num_parts]
         if placement in allowed and wished in (None, len(ranks)):
             prototype = place_table(table, use.spec, placement, ranks)
-            if num_cached is not None:
+            if cache is not None:
                 by_rows = placement in (Placement.ROW_WISE, Placement.TABLE_ROW_WISE)
-                of_rank = -(-num_cached // (len(prototype.shards) if by_rows else 1))
-                prototype = dataclasses.replace(prototype, storage=HostMemory(cache_rows=of_rank))
+                num_parts = len(prototype.shards) if by_rows else 1
+                storage = cache.storage(num_parts, topology.disk.path)
+                prototype = dataclasses.replace(prototype, storage=storage)
             loads, everywhere = _part_loads(use, model, prototype, len(ranks))
             options.append(
                 Option(
@@ -151,7 +153,7 @@ def table_options(
     replicas_named = named is not None and Placement.DATA_PARALLEL in allowed
     is_small = use.pooled and use.spec.num_rows < model.batch_size and use.spec.num_ids is not None
     is_small &= use.spec.storage is None
-    if len(pool) == num_ranks and (replicas_named or is_small) and num_cached is None:
+    if len(pool) == num_ranks and (replicas_named or is_small) and cache is None:
         offer(Placement.DATA_PARALLEL, groups=[all_ranks])
     if pool:
         offer(Placement.TABLE_WISE, num_parts=1)

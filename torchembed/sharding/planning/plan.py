@@ -10,7 +10,7 @@ from torchembed.sharding.planning.storage_json import (
     storage_from,
     storage_text,
 )
-from torchembed.tables import Disk, HostMemory, TableSpec
+from torchembed.tables import Storage, TableSpec
 
 
 class Placement(enum.Enum):
@@ -60,15 +60,15 @@ class TablePlan:
     takes_any_id: bool = False
     """True for a dynamic table: the rows of a shard belong to whatever ids it holds, and a hash of
     an id says which of the ranks that divide the rows holds it."""
-    storage: HostMemory | None = None
+    storage: Storage | None = None
     """Where the rows of a shard live, with sizes of each rank's caches; None: on its device."""
 
     def __post_init__(self) -> None:
         if self.storage is not None and self.placement is Placement.DATA_PARALLEL:
             raise ValueError(
                 f"placement of table {self.table} must not be data_parallel, since its rows live "
-                "in host memory, which every rank would hold; use table_wise, column_wise or "
-                "row_wise"
+                "outside the device, where every rank would hold them; use table_wise, column_wise "
+                "or row_wise"
             )
 
 
@@ -210,8 +210,8 @@ def place_table(
 
     Raises:
         ValueError: for no ranks, for one that is named twice, for more than one under
-            ``TABLE_WISE``, under ``DATA_PARALLEL`` for a dynamic table or one in host memory, or
-            for one in host memory that grows.
+            ``TABLE_WISE``, under ``DATA_PARALLEL`` for a dynamic table or one with a storage, or
+            for one with a storage that grows.
     """
     ranks = sorted(ranks)
     if not ranks or len(set(ranks)) < len(ranks):
@@ -223,10 +223,6 @@ def place_table(
         raise ValueError(
             f"ranks of table {name} must be one under table_wise, got {ranks}; give one of them, "
             "or divide the table by row_wise or column_wise"
-        )
-    if isinstance(spec.storage, Disk):
-        raise ValueError(
-            f"storage of table {name} must be HostMemory or None to be sharded, got {spec.storage}"
         )
     if spec.storage is not None and spec.index.grows:
         raise ValueError(

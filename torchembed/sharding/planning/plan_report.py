@@ -11,11 +11,10 @@ from torchembed.sharding.planning.dense_costs import DenseCost, DenseUse, dense_
 from torchembed.sharding.planning.growth import MovedPart, growth_bytes, moved_parts
 from torchembed.sharding.planning.loads import Everywhere, Load
 from torchembed.sharding.planning.plan import Placement, ShardingPlan, TablePlan
-from torchembed.sharding.planning.storage_costs import held_rows
 from torchembed.sharding.planning.storage_json import storage_text
 from torchembed.sharding.planning.table_use import TableUse
 from torchembed.sharding.planning.topology import Topology
-from torchembed.tables import HostMemory
+from torchembed.tables import Storage
 
 MAX_RANK_LINES = 16
 """Number of ranks up to which all are printed; of more only the slowest, fastest and fullest."""
@@ -41,11 +40,14 @@ class TableCost:
     """Predicted time on the table's busiest rank, with that rank's memory and links to itself."""
     takes_any_id: bool = False
     """True for a dynamic table."""
-    storage: HostMemory | None = None
+    storage: Storage | None = None
     """Where the rows of each rank live; None: on its device."""
     hit_rate: float | None = None
     """The share of a step's different rows that caches on the devices are predicted to hold; None
     where all rows are there."""
+    host_hit_rate: float | None = None
+    """The share of them that the hosts' memory is predicted to hold, with those that the devices
+    do; None where no rows are on disk."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,10 @@ class RankCost:
     growth_bytes: int = 0
     """The most bytes that dynamic tables take beside those while they grow."""
     host_bytes: int = 0
-    """Bytes of rows in the memory of the host, and of their optimizer state."""
+    """Bytes of rows in the memory of the host, of their optimizer state, and of what finds those on
+    disk."""
+    disk_bytes: int = 0
+    """Bytes of rows on disk, and of their optimizer state."""
     lookup_seconds: float
     update_seconds: float
     ids_seconds: float
@@ -71,6 +76,8 @@ class RankCost:
     fetch_seconds: float = 0.0
     """Seconds for rows that come from the host while others are written back; none of them is
     hidden by what a pipeline does at the same time."""
+    disk_seconds: float = 0.0
+    """Seconds for rows that come from disk to the host while others go there, likewise."""
 
     @property
     def held_bytes(self) -> int:
@@ -82,7 +89,7 @@ class RankCost:
         return sum(getattr(self, f"{part}_seconds") for part in TIME_PARTS)
 
 
-TIME_PARTS = ("lookup", "update", "ids", "vectors", "gradients", "all_reduce", "fetch")
+TIME_PARTS = ("lookup", "update", "ids", "vectors", "gradients", "all_reduce", "fetch", "disk")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +181,7 @@ def report_plan(
         alone = np.zeros_like(loads)
         np.add.at(alone, members, shard_loads)
         whole = model.weight_bytes(use, use.spec.num_rows, use.spec.dim)
+        hit_rate, host_hit_rate = _hit_rates(model, use, of_table)
         costs.append(
             TableCost(
                 table=name,
@@ -186,7 +194,8 @@ def report_plan(
                 seconds=float(model.rank_seconds(alone, of_all).max()),
                 takes_any_id=of_table.takes_any_id,
                 storage=of_table.storage,
-                hit_rate=_hit_rate(model, use, of_table),
+                hit_rate=hit_rate,
+                host_hit_rate=host_hit_rate,
             )
         )
     return PlanReport(
@@ -200,14 +209,19 @@ def report_plan(
     )
 
 
-def _hit_rate(model: CostModel, use: TableUse, plan: TablePlan) -> float | None:
-    """The hit rate of the first shard's cache; those of others are as large."""
+def _hit_rates(
+    model: CostModel, use: TableUse, plan: TablePlan
+) -> tuple[float | None, float | None]:
+    """The hit rates of the first shard's device and of its host, where those do not hold all rows;
+    others hold as many."""
     if plan.storage is None:
-        return None
+        return None, None
     shard = plan.shards[0]
     line_bytes = model.line_bytes(use, shard.num_columns)
-    cached = held_rows(plan.storage, shard.num_rows, line_bytes, is_rounded=use.is_rounded)
-    return model.hit_rate(use, cached.on_device * _num_rows(plan) / shard.num_rows)
+    held = use.held_rows(plan.storage, shard.num_rows, line_bytes)
+    num_parts = _num_rows(plan) / shard.num_rows
+    on_device = model.hit_rate(use, held.on_device * num_parts)
+    return on_device, model.hit_rate(use, held.in_host * num_parts) if held.on_disk else None
 
 
 def _num_rows(plan: TablePlan) -> int:
@@ -226,7 +240,7 @@ def _rank_costs(
     topology = model.topology
     wires = model.wire_seconds(loads)
     wires += topology.collective_seconds * (wires > 0)
-    fetch = model.fetch_seconds(loads)
+    fetch, disk = model.fetch_seconds(loads), model.disk_seconds(loads)
     reduce = model.all_reduce_seconds(everywhere.all_reduce_bytes)
     reduce += ALL_REDUCE_EXCHANGES * topology.collective_seconds * (reduce > 0)
     for rank, (load, wire) in enumerate(zip(loads, wires, strict=True)):
@@ -239,6 +253,7 @@ def _rank_costs(
             weight_bytes=int(weights[rank]),
             growth_bytes=growth_bytes(moved[rank]),
             host_bytes=round(load[Load.HOST]),
+            disk_bytes=round(load[Load.DISK]),
             buffer_bytes=round(held) - int(weights[rank]),
             lookup_seconds=float(model.lookup_seconds(lookup_bytes, calls)),
             update_seconds=float(model.update_seconds(update_bytes, calls)),
@@ -247,15 +262,16 @@ def _rank_costs(
             gradients_seconds=float(wire[2]),
             all_reduce_seconds=float(reduce),
             fetch_seconds=float(fetch[rank]),
+            disk_seconds=float(disk[rank]),
         )
 
 
 _TABLE_HEAD = (
-    *("table", "placement", "ranks", "storage", "hit rate"),
+    *("table", "placement", "ranks", "storage", "hit rate", "host hit rate"),
     *("bytes", "most on a rank", "lookups", "ms alone"),
 )
 _RANK_HEAD = (
-    *("rank", "rows and state", "growth", "buffers", "host"),
+    *("rank", "rows and state", "growth", "buffers", "host", "disk"),
     *(f"{part} ms" for part in TIME_PARTS),
     "ms",
 )
@@ -269,7 +285,10 @@ def _table_row(table: TableCost) -> tuple[str, ...]:
         table.placement.value + (", any id" if table.takes_any_id else ""),
         ranks_text(table.ranks),
         _UNUSED if table.storage is None else storage_text(table.storage),
-        _UNUSED if table.hit_rate is None else f"{table.hit_rate:.1%}",
+        *(
+            _UNUSED if rate is None else f"{rate:.1%}"
+            for rate in (table.hit_rate, table.host_hit_rate)
+        ),
         bytes_text(table.weight_bytes),
         bytes_text(table.busiest_bytes),
         f"{table.lookups:g}",
@@ -279,14 +298,14 @@ def _table_row(table: TableCost) -> tuple[str, ...]:
 
 def _rank_row(rank: RankCost) -> tuple[str, ...]:
     parts = [_ms(getattr(rank, f"{part}_seconds")) for part in TIME_PARTS]
-    if rank.fetch_seconds == 0:
-        parts[TIME_PARTS.index("fetch")] = _UNUSED
-    optional = [
+    for part, seconds in (("fetch", rank.fetch_seconds), ("disk", rank.disk_seconds)):
+        if seconds == 0:
+            parts[TIME_PARTS.index(part)] = _UNUSED
+    growth, host, disk = (
         bytes_text(num_bytes) if num_bytes else _UNUSED
-        for num_bytes in (rank.growth_bytes, rank.host_bytes)
-    ]
-    growth, host = optional
-    held = (bytes_text(rank.weight_bytes), growth, bytes_text(rank.buffer_bytes), host)
+        for num_bytes in (rank.growth_bytes, rank.host_bytes, rank.disk_bytes)
+    )
+    held = (bytes_text(rank.weight_bytes), growth, bytes_text(rank.buffer_bytes), host, disk)
     return (str(rank.rank), *held, *parts, _ms(rank.seconds))
 
 

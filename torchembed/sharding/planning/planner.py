@@ -12,11 +12,13 @@ from torchembed.optim import Adagrad
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.sharding.planning.costs import CostModel
 from torchembed.sharding.planning.dense_costs import DenseUse
+from torchembed.sharding.planning.node_disk import NodeDisk
 from torchembed.sharding.planning.options import TableConstraint, table_options
 from torchembed.sharding.planning.plan import Placement, ShardingPlan, as_placement
 from torchembed.sharding.planning.plan_report import PlanReport, report_plan
 from torchembed.sharding.planning.refusal import refusal
 from torchembed.sharding.planning.search import Search
+from torchembed.sharding.planning.storage_costs import PlannedCache
 from torchembed.sharding.planning.table_use import TableUse
 from torchembed.sharding.planning.tier_choice import TierChoice
 from torchembed.sharding.planning.topology import Topology
@@ -46,9 +48,10 @@ class Planner:
     inputs give the same plan on every rank.
 
     Tables whose configs name a storage keep it. Where the others do not fit the devices of GPUs,
-    some go to the memory of the hosts, behind caches on the devices: those of which the rows that
-    caches will miss take the least time for the memory that they free. A cache has room for the
-    rows of two batches at least. Dynamic tables that grow stay on the devices.
+    some go to the memory of the hosts, behind caches on the devices, and where hosts have no room
+    for them to disk, behind both: those of which the rows that caches will miss take the least time
+    for the memory that they free. A cache has room for the rows of two batches at least. Dynamic
+    tables that grow stay on the devices. Tables go to disk only where a path is given.
     """
 
     batch_size: int = 1024
@@ -82,6 +85,9 @@ class Planner:
     has 34 ms to do on average instead of 12. Up to 16 the fastest plan is within 1.05 times."""
     topology: Topology | None = None
     """Ranks, memory and bandwidths; None for those that the mesh's ranks have when planning."""
+    disk: NodeDisk | None = None
+    """Disk of each node, beside the memory that the mesh's ranks have; None where ``topology`` is
+    given, which has its own."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -98,6 +104,11 @@ class Planner:
                 )
         if not self.max_imbalance >= 1:
             raise ValueError(f"max_imbalance must be at least 1, got {self.max_imbalance}")
+        if self.topology is not None and self.disk is not None:
+            raise ValueError(
+                f"disk must be None where topology is given, got {self.disk}; pass "
+                "Topology(disk=...)"
+            )
         if not self.placements:
             raise ValueError("placements must name at least one, got none")
         allowed = tuple(as_placement("(any)", value) for value in self.placements)
@@ -124,12 +135,15 @@ class Planner:
         Raises:
             ValueError: for a constraint, hotness or distinct ids of an unknown table or feature,
                 for a constraint that leaves no placement, and for tables that do not fit.
+            FileNotFoundError: where the folder that is to hold that of the topology's disk is
+                missing, and the disk has no capacity.
         """
         topology = topology or self.topology
         if topology is None:
             raise ValueError(
                 "topology must be given where the planner has none; pass Topology(...)"
             )
+        topology = dataclasses.replace(topology, disk=topology.disk.known())
         self._check_names(tables)
         model = CostModel(
             topology=topology,
@@ -143,7 +157,7 @@ class Planner:
         )
         found = self._placed(tables, model, {}, dense)
         if found.missing_bytes > 0:
-            found = self._with_hosts(tables, model, found, dense)
+            found = self._in_tiers(tables, model, found, dense)
         if found.missing_bytes > 0:
             raise ValueError(refusal(found.report))
         return found.report
@@ -152,11 +166,10 @@ class Planner:
         self,
         tables: Mapping[str, TableUse],
         model: CostModel,
-        cached: Mapping[str, int],
+        caches: Mapping[str, PlannedCache],
         dense: DenseUse | None,
     ) -> _Placed:
-        """The best plan found, with some tables in host memory, of which devices are to have so
-        many rows ``cached``."""
+        """The best plan found, with some tables in host memory or on disk, behind ``caches``."""
         allowed, topology = cast("tuple[Placement, ...]", self.placements), model.topology
         options = [
             table_options(
@@ -165,7 +178,7 @@ class Planner:
                 model,
                 allowed,
                 self.constraints.get(name, TableConstraint()),
-                cached.get(name),
+                caches.get(name),
             )
             for name, use in tables.items()
         ]
@@ -180,7 +193,7 @@ class Planner:
         )
         return _Placed(report_plan(plan, tables, model, dense), found.missing_bytes)
 
-    def _with_hosts(
+    def _in_tiers(
         self,
         tables: Mapping[str, TableUse],
         model: CostModel,
@@ -195,7 +208,9 @@ class Planner:
             if self._is_movable(use, self.constraints.get(name))
         }
         topology, report = model.topology, on_devices.report
-        if not movable or topology.devices_are_hosts or not topology.host.memory_bytes:
+        has_host = bool(topology.host.memory_bytes) and not topology.devices_are_hosts
+        has_disk = topology.disk.path is not None
+        if not movable or not (has_host or has_disk):
             return on_devices
         choice = TierChoice(movable, model)
         others = [cost for cost in report.tables if cost.table not in movable]
@@ -204,11 +219,15 @@ class Planner:
         free = topology.num_ranks * topology.memory_bytes - fixed
         host_free = topology.num_nodes * topology.host.memory_bytes
         host_free -= sum(rank.host_bytes for rank in report.ranks)
+        disk_free = topology.num_nodes * (topology.disk.capacity_bytes or 0)
+        disk_free -= sum(rank.disk_bytes for rank in report.ranks)
         best, last = on_devices, {}
         for share in _SHARES:
-            cached = choice.within(share * free, host_free)
-            if cached != last:
-                last, found = cached, self._placed(tables, model, cached, dense)
+            # Tables in host memory are there whole, but with a disk they are divided, too.
+            in_hosts = share * host_free if has_disk else host_free
+            caches = choice.within(share * free, in_hosts, disk_free)
+            if caches != last:
+                last, found = caches, self._placed(tables, model, caches, dense)
                 best = min(best, found, key=lambda placed: placed.missing_bytes)
             if best.missing_bytes == 0:
                 break

@@ -15,6 +15,7 @@ def refusal(report: PlanReport) -> str:
     whole = sum(table.weight_bytes for table in report.tables)
     names = ", ".join(f"{table.table} ({bytes_text(table.weight_bytes)})" for table in heaviest)
     state = sum(table.state_bytes for table in report.tables)
+    disk = "a disk (NodeDisk), " if topology.disk.path is None else ""
     growth = ""
     if fullest.growth_bytes:
         growth = f" and {bytes_text(fullest.growth_bytes)} for rows that move as tables grow"
@@ -22,29 +23,36 @@ def refusal(report: PlanReport) -> str:
         f"tables do not fit: in the best plan found rank {fullest.rank} would need "
         f"{bytes_text(fullest.held_bytes)}, {bytes_text(fullest.buffer_bytes)} of it for "
         f"activations and exchange buffers{growth}, and has {bytes_text(memory)}."
-        f"{_of_hosts(report)} Rows and optimizer state of all tables take {bytes_text(whole)}, "
+        f"{_of_nodes(report)} Rows and optimizer state of all tables take {bytes_text(whole)}, "
         f"{bytes_text(state)} of it state, on {topology.num_ranks} rank(s); the heaviest: {names}. "
         f"Use more ranks (at least {-(-whole // memory)} for rows and state alone), a 16-bit "
         "dtype for the tables, an optimizer with less state such as RowwiseAdagrad, a smaller "
-        "batch_size, or fewer constraints"
+        f"batch_size, {disk}or fewer constraints"
     )
 
 
-def _of_hosts(report: PlanReport) -> str:
-    """What the fullest node needs of its host's memory, and what all nodes have, where that counts
-    at all."""
-    topology, has = report.topology, report.topology.host.memory_bytes
-    per_node = topology.ranks_per_node
-    of_nodes = [
-        sum(rank.host_bytes for rank in report.ranks[first : first + per_node])
-        for first in range(0, topology.num_ranks, per_node)
-    ]
-    most = max(of_nodes)
-    if not has and not most:
+def _of_nodes(report: PlanReport) -> str:
+    """What the fullest node needs of its host's memory and of its disk, and what all nodes have,
+    where that counts at all."""
+    topology = report.topology
+    per_node, num_nodes = topology.ranks_per_node, topology.num_nodes
+    needs, sums = "", ""
+    for what, has, of_ranks in (
+        ("memory of its host", topology.host.memory_bytes, [r.host_bytes for r in report.ranks]),
+        ("disk", topology.disk.capacity_bytes or 0, [rank.disk_bytes for rank in report.ranks]),
+    ):
+        of_nodes = [
+            sum(of_ranks[first : first + per_node])
+            for first in range(0, topology.num_ranks, per_node)
+        ]
+        most = max(of_nodes)
+        if has or most:
+            needs += (
+                f" Node {of_nodes.index(most)} would need {bytes_text(most)} of the {what}, and "
+                f"has {bytes_text(has)}."
+            )
+            sums += f", all {what.split()[-1]}s {bytes_text(num_nodes * has)}"
+    if not sums:
         return ""
     devices = bytes_text(topology.num_ranks * topology.memory_bytes)
-    hosts = bytes_text(topology.num_nodes * has)
-    return (
-        f" Node {of_nodes.index(most)} would need {bytes_text(most)} of the memory of its host, "
-        f"and has {bytes_text(has)}. All devices together have {devices}, all hosts {hosts}."
-    )
+    return f"{needs} All devices together have {devices}{sums}."

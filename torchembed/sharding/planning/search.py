@@ -48,7 +48,8 @@ class Assignment:
     seconds: np.ndarray
     """Predicted time of each rank, ``[W]``."""
     missing_bytes: float
-    """Bytes beyond the ranks' memory, summed over ranks, and beyond that of hosts, over nodes."""
+    """Bytes beyond the ranks' memory, summed over ranks, and beyond those of hosts and disks, over
+    nodes."""
 
     @property
     def imbalance(self) -> float:
@@ -83,10 +84,15 @@ class Search:
         self._num_ranks = model.topology.num_ranks
         topology = model.topology
         self._memory = topology.memory_bytes
-        self._host_memory = topology.host.memory_bytes
-        self._uses_hosts = any(
-            option.loads[:, Load.HOST].any() for of_table in options for option in of_table
-        )
+        limits = {Load.HOST: topology.host.memory_bytes}
+        if topology.disk.capacity_bytes is not None:
+            limits[Load.DISK] = topology.disk.capacity_bytes
+        self._node_limits = {
+            load: limit
+            for load, limit in limits.items()
+            if any(option.loads[:, load].any() for of_table in options for option in of_table)
+        }
+        """Bytes of each node that options take some of."""
         self._may_grow = any(option.moved for of_table in options for option in of_table)
         self._max_imbalance = math.inf
         self._placements_left = 0
@@ -190,9 +196,9 @@ class Search:
         most_held = _most_held(option)
         held = loads[:, Load.HELD]
         lacking = np.maximum(held + held_everywhere + most_held - self._memory, 0.0)
-        if self._uses_hosts:
-            of_nodes = self._of_nodes(loads[:, Load.HOST]) + option.loads[:, Load.HOST].max()
-            of_node = np.maximum(of_nodes - self._host_memory, 0.0)
+        for load, limit in self._node_limits.items():
+            of_nodes = self._of_nodes(loads[:, load]) + option.loads[:, load].max()
+            of_node = np.maximum(of_nodes - limit, 0.0)
             lacking += np.repeat(of_node, self._model.topology.ranks_per_node)
         if option.groups:
             groups = np.array(option.groups)
@@ -216,9 +222,9 @@ class Search:
         if self._may_grow:
             held += self._growth_bytes(picks, ranks)
         missing = float(np.maximum(held - self._memory, 0.0).sum())
-        if self._uses_hosts:
-            of_nodes = self._of_nodes(loads[:, Load.HOST])
-            missing += float(np.maximum(of_nodes - self._host_memory, 0.0).sum())
+        for load, limit in self._node_limits.items():
+            of_nodes = self._of_nodes(loads[:, load])
+            missing += float(np.maximum(of_nodes - limit, 0.0).sum())
         num_groups = np.count_nonzero(loads[:, len(Load) :], axis=1)
         num_groups += everywhere.all_reduce_bytes > 0
         return Assignment(
@@ -286,14 +292,16 @@ class Search:
         return sorted(range(len(weights)), key=lambda number: -weights[number])
 
     def _critical(self, assignment: Assignment) -> int:
-        """The fullest rank where memory is missing, of its device or else of the fullest host; else
-        the slowest."""
+        """The fullest rank where memory is missing, of its device or else of the fullest host, or
+        disk; else the slowest."""
         if assignment.missing_bytes > 0:
             if (assignment.held_bytes > self._memory).any():
                 return int(assignment.held_bytes.argmax())
-            of_ranks = assignment.loads[:, Load.HOST]
-            of_nodes = np.repeat(self._of_nodes(of_ranks), self._model.topology.ranks_per_node)
-            return int(np.lexsort((of_ranks, of_nodes))[-1])
+            for load, limit in self._node_limits.items():
+                of_ranks = assignment.loads[:, load]
+                of_nodes = np.repeat(self._of_nodes(of_ranks), self._model.topology.ranks_per_node)
+                if of_nodes.max() > limit:
+                    return int(np.lexsort((of_ranks, of_nodes))[-1])
         return int(assignment.seconds.argmax())
 
     def _improved_ranks(self, best: Assignment) -> Assignment:

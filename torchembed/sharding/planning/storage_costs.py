@@ -1,16 +1,45 @@
-"""What tables in host memory take on the device and on the host."""
+"""What tables in host memory and on disk take on the device, on the host and on the disk."""
 
+import os
 from typing import NamedTuple
 
-from torchembed.tables import HostMemory
+from torchembed.tables import Disk, HostMemory, Storage
 
 ROW_NUMBER_BYTES = 4
-"""Memory of a cache, on the device, for each row that is stored: the number of its slot."""
+"""Memory of a cache, on the device, for each row that is stored: the number of its slot. Rows on
+disk have a second one, of their place in host memory."""
 SLOT_BYTES = 18
-"""Memory of a cache for each of its slots, beside the row: which row it holds, and its use."""
+"""Memory of a cache, on the device, for each of its slots, beside the row: which row it holds, and
+its use. Places in host memory of rows on disk are slots in that."""
 ROUNDED_SLOT_BYTES = 24
 """Memory for each slot of the keys of rounding, where updates round rows: a key, an offset and a
 column."""
+LINE_INDEX_BYTES = 6
+"""Memory of the host, for each row on disk, of what finds it there."""
+NEW_ROW_BYTES = 1
+"""Memory on the device, for each row on disk of a dynamic table: whether it has a line there."""
+
+
+class PlannedCache(NamedTuple):
+    """How many rows of a table that is not on the devices are on all ranks together where."""
+
+    num_cached: int
+    """Rows that devices cache."""
+    num_in_host: int | None = None
+    """Rows in host memory of a table on disk; None: all are there, and none on disk."""
+
+    def storage(self, num_parts: int, path: str | os.PathLike[str] | None) -> Storage:
+        """The storage of each of ``num_parts`` that divide the rows.
+
+        Args:
+            path: of the disk; only of a table on disk it must be given.
+        """
+        cache_rows = -(-self.num_cached // num_parts)
+        if self.num_in_host is None:
+            return HostMemory(cache_rows=cache_rows)
+        assert path is not None
+        host_rows = -(-self.num_in_host // num_parts)
+        return Disk(path=path, host_rows=host_rows, cache_rows=cache_rows)
 
 
 class HeldRows(NamedTuple):
@@ -18,29 +47,55 @@ class HeldRows(NamedTuple):
 
     on_device: int
     in_host: int = 0
+    on_disk: int = 0
     index_bytes: int = 0
-    """Memory on the device of what finds cached rows."""
+    """Memory on the device of what finds cached rows, and rows in host memory of those on disk."""
+    host_index_bytes: int = 0
+    """Memory of the host of what finds rows on disk."""
 
 
 def held_rows(
-    storage: HostMemory | None, num_rows: int, line_bytes: int, *, is_rounded: bool
+    storage: Storage | None,
+    num_rows: int,
+    line_bytes: int,
+    *,
+    is_rounded: bool,
+    takes_any_id: bool,
 ) -> HeldRows:
-    """Where ``num_rows`` are, each of ``line_bytes`` with its optimizer state.
+    """Where ``num_rows`` are, each of ``line_bytes`` with its optimizer state. Rows that are in
+    several places count in each.
 
     Args:
         is_rounded: True where updates round rows.
+        takes_any_id: True for a dynamic table.
     """
     if storage is None:
         return HeldRows(num_rows)
-    cached = storage.cache_rows
-    if cached is None:
-        assert storage.cache_bytes is not None
-        cached = max(storage.cache_bytes // line_bytes, 1)
-    cached = min(cached, num_rows)
-    return HeldRows(cached, num_rows, cache_index_bytes(cached, num_rows, is_rounded=is_rounded))
+    cached = _num_held(storage.cache_rows, storage.cache_bytes, num_rows, line_bytes)
+    index_bytes = cache_index_bytes(cached, num_rows, is_rounded=is_rounded)
+    if not isinstance(storage, Disk):
+        return HeldRows(cached, num_rows, index_bytes=index_bytes)
+    in_host = _num_held(storage.host_rows, storage.host_bytes, num_rows, line_bytes)
+    index_bytes += place_index_bytes(in_host, num_rows, takes_any_id=takes_any_id)
+    return HeldRows(cached, in_host, num_rows, index_bytes, num_rows * LINE_INDEX_BYTES)
+
+
+def _num_held(rows: int | None, num_bytes: int | None, num_rows: int, line_bytes: int) -> int:
+    """The rows, of ``num_rows``, that one of both sizes gives room for."""
+    if rows is None:
+        assert num_bytes is not None
+        rows = max(num_bytes // line_bytes, 1)
+    return min(rows, num_rows)
 
 
 def cache_index_bytes(num_cached: int, num_rows: int, *, is_rounded: bool) -> int:
     """Bytes that a cache of ``num_cached`` of ``num_rows`` takes on the device beside them."""
     slot_bytes = SLOT_BYTES + (ROUNDED_SLOT_BYTES if is_rounded else 0)
     return num_rows * ROW_NUMBER_BYTES + num_cached * slot_bytes
+
+
+def place_index_bytes(num_in_host: int, num_rows: int, *, takes_any_id: bool) -> int:
+    """Bytes on the device of what finds ``num_in_host`` rows in host memory, of ``num_rows`` on
+    disk."""
+    of_row = ROW_NUMBER_BYTES + (NEW_ROW_BYTES if takes_any_id else 0)
+    return num_rows * of_row + num_in_host * SLOT_BYTES

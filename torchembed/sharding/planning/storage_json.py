@@ -3,18 +3,21 @@
 import dataclasses
 from collections.abc import Mapping
 
-from torchembed.tables import HostMemory
+from torchembed.tables import Disk, HostMemory, Storage
+
+_TIERS: dict[str, type[Storage]] = {"host": HostMemory, "disk": Disk}
 
 
-def storage_entries(storage: HostMemory | None) -> dict[str, object] | None:
+def storage_entries(storage: Storage | None) -> dict[str, object] | None:
     """``storage`` as a JSON object; None for the device."""
     if storage is None:
         return None
+    (tier,) = (tier for tier, of_tier in _TIERS.items() if type(storage) is of_tier)
     entries = {name: size for name, size in dataclasses.asdict(storage).items() if size is not None}
-    return {"tier": _HOST, **entries}
+    return {"tier": tier, **entries}
 
 
-def storage_from(entries: object) -> HostMemory | None:
+def storage_from(entries: object) -> Storage | None:
     """The storage that :func:`storage_entries` wrote.
 
     Raises:
@@ -26,21 +29,28 @@ def storage_from(entries: object) -> HostMemory | None:
         raise TypeError(f"storage must be an object or null, got {entries!r}")
     sizes = dict(entries)
     tier = sizes.pop("tier", None)
-    if tier != _HOST:
-        raise ValueError(f"tier of storage must be {_HOST!r}, got {tier!r}")
-    unknown = sorted(set(sizes) - {field.name for field in dataclasses.fields(HostMemory)})
+    if not isinstance(tier, str) or tier not in _TIERS:
+        known = " or ".join(map(repr, _TIERS))
+        raise ValueError(f"tier of storage must be {known}, got {tier!r}")
+    fields = [field.name for field in dataclasses.fields(_TIERS[tier])]
+    unknown = sorted(set(sizes) - set(fields))
     if unknown:
         raise ValueError(f"storage has no {unknown}")
-    return HostMemory(**sizes)
+    if "path" in fields and "path" not in sizes:
+        raise ValueError("path of storage is missing")
+    return _TIERS[tier](**sizes)
 
 
-def storage_text(storage: HostMemory | None) -> str:
-    """``storage`` in words: the tier that holds all rows, and the cache of each rank."""
+def storage_text(storage: Storage | None) -> str:
+    """``storage`` in words: the tier that holds all rows, and what each rank holds above it."""
     if storage is None:
         return "device"
-    if storage.cache_rows is None:
-        return f"{_HOST}, {storage.cache_bytes:,} bytes cached"
-    return f"{_HOST}, {storage.cache_rows:,} rows cached"
+    cached = f"{_size_text(storage.cache_rows, storage.cache_bytes)} cached"
+    if not isinstance(storage, Disk):
+        return f"host, {cached}"
+    in_host = f"{_size_text(storage.host_rows, storage.host_bytes)} in host"
+    return f"disk {storage.path}, {in_host}, {cached}"
 
 
-_HOST = "host"
+def _size_text(num_rows: int | None, num_bytes: int | None) -> str:
+    return f"{num_bytes:,} bytes" if num_rows is None else f"{num_rows:,} rows"

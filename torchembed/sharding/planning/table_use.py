@@ -5,7 +5,8 @@ from collections.abc import Hashable
 
 import torch
 
-from torchembed.tables import HostMemory, TableSpec
+from torchembed.sharding.planning.storage_costs import HeldRows, held_rows
+from torchembed.tables import Storage, TableSpec
 
 ROUNDED_ID_BYTES = 16
 """Memory of the keys of rounding for each row of a dynamic table: a key and an offset."""
@@ -24,7 +25,7 @@ class TableUse:
     module: str = ""
     """Name of the module that the table belongs to; tables of one module may grow at once."""
 
-    def table_group(self, num_columns: int, storage: HostMemory | None = None) -> Hashable:
+    def table_group(self, num_columns: int, storage: Storage | None = None) -> Hashable:
         """Key that is equal for the shards which a rank looks up and updates in one call."""
         return num_columns, self.spec.dtype, self.pooled, self.spec.index, storage
 
@@ -39,3 +40,10 @@ class TableUse:
         takes_any_id = self.spec.index.takes_any_id
         keys = ROUNDED_ID_BYTES * num_rows if self.is_rounded and takes_any_id else 0
         return self.spec.index.bytes_for(num_rows) + keys
+
+    def held_rows(self, storage: Storage | None, num_rows: int, line_bytes: int) -> HeldRows:
+        """Where ``num_rows`` of the table are, each of ``line_bytes`` with its optimizer state."""
+        takes_any_id = self.spec.index.takes_any_id
+        return held_rows(
+            storage, num_rows, line_bytes, is_rounded=self.is_rounded, takes_any_id=takes_any_id
+        )

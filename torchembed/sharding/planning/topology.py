@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torchembed.sharding.planning.node_disk import NodeDisk
+
 MEMORY_SHARE = 0.85
 """Share of a rank's free memory that tables and their buffers may take. The rest is for the dense
 part, its activations, the collectives' own buffers and gaps of the allocator."""
@@ -125,13 +127,15 @@ class Topology:
     """FLOPs a second that a dense part of 16-bit products reaches."""
     host: Host = Host()
     """Memory of each node for rows that are not on the devices."""
+    disk: NodeDisk = NodeDisk()
+    """Disk of each node, for rows that are neither on the devices nor in the memory of the host."""
     devices_are_hosts: bool = False
     """True for ranks on CPUs: rows in the memory of the host take memory of their rank."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, may_be_zero = getattr(self, field.name), field.name.endswith("_seconds")
-            if isinstance(value, Host | bool):
+            if isinstance(value, Host | NodeDisk | bool):
                 continue
             if not (value > 0 or (may_be_zero and value == 0)):
                 required = "not be negative" if may_be_zero else "be positive"
@@ -153,6 +157,11 @@ class Topology:
         shared = host.node_bandwidth / self.ranks_per_node
         return min(host.link_bandwidth, host.access_bandwidth, shared)
 
+    @property
+    def disk_bandwidth(self) -> float:
+        """Bytes a second and rank of rows that come from the disk while as many go there."""
+        return self.disk.bandwidth / self.ranks_per_node
+
     def node_of(self, rank: int) -> int:
         """The node that ``rank`` is on."""
         return rank // self.ranks_per_node
@@ -165,11 +174,13 @@ class Topology:
         ranks_per_node: int,
         num_nodes: int = 1,
         host: Host | None = None,
+        disk: NodeDisk | None = None,
     ) -> "Topology":
         """Ranks of ``hardware`` that are otherwise idle; no device is asked.
 
         Args:
             host: of each node; by default rows have no memory but the devices'.
+            disk: of each node; by default rows go to none.
         """
         return cls(
             num_nodes=num_nodes,
@@ -183,6 +194,7 @@ class Topology:
             peer_seconds=hardware.peer_seconds,
             flops=hardware.flops,
             host=host or Host(),
+            disk=disk or NodeDisk(),
             devices_are_hosts=hardware is CPU,
         )
 
