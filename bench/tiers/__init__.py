@@ -1,1 +1,2 @@
-"""Tables in host memory against the same tables on the device: times of steps, and bytes moved."""
+"""Tables in host memory and on disk against the same tables on the device: times of steps,
+and bytes moved."""

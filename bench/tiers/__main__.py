@@ -1,11 +1,16 @@
-"""Steps of DLRM-DCNv2's tables in host memory, behind a cache on the device, against the same
-tables on the device and FBGEMM's in managed memory, on the same ids.
+"""Steps of DLRM-DCNv2's tables in host memory, behind a cache on the device, and on disk, behind
+both, against the same tables on the device and FBGEMM's in managed memory, on the same ids.
 
 ``python -m bench.tiers`` prints milliseconds a step: lookup, a loss of the pooled vectors, backward
 and row-wise Adagrad. ``link`` is the part of a step that a plain copy would take for the bytes that
-crossed the link, the larger of both directions. A figure is printed only where the losses of the
-first steps are right: those of tables on the device bit for bit, or for FBGEMM as far as rounding
-goes. On a CPU host and device are one memory, and only ratios say anything.
+crossed the link, the larger of both directions; ``disk`` that which plain reads and writes of one
+large file would take for the bytes that came from the disk and went there. A figure is printed only
+where the losses of the first steps are right: those of tables on the device bit for bit, or for
+FBGEMM as far as rounding goes. On a CPU host and device are one memory, and only ratios say
+anything.
+
+The system keeps files in memory: reads of rows reach the disk only where they are more than it has
+room for, but the plain ones always do.
 """
 
 import contextlib
@@ -25,16 +30,16 @@ import tyro
 
 from bench.data import dlrm_dcnv2 as workload
 from bench.report.result_file import Row, write_results
+from bench.tiers.disk import DiskRates, measured_disk_rates
 from bench.tiers.fbgemm import FbgemmTables
 from bench.tiers.link import LinkRates, measured_rates
-from bench.tiers.tables import TierSetting, TorchembedTables
-from torchembed import CacheStatistics
+from bench.tiers.tables import TierCounts, TierSetting, TorchembedTables, storage_of
 from torchembed.data import Batch
 
-SYSTEMS = ("device", "host", "fbgemm_caching", "fbgemm_managed", "fbgemm_host")
+SYSTEMS = ("device", "host", "disk", "fbgemm_caching", "fbgemm_managed", "fbgemm_host")
 """``device``: torchembed's tables on the device, with which the others are compared; ``host``:
-behind a cache. FBGEMM's in ``MANAGED_CACHING`` and ``MANAGED`` memory on a GPU, in ``HOST`` memory
-on a CPU."""
+behind a cache; ``disk``: behind host memory and a cache. FBGEMM's in ``MANAGED_CACHING`` and
+``MANAGED`` memory on a GPU, in ``HOST`` memory on a CPU."""
 LOCATIONS = {
     "fbgemm_caching": "MANAGED_CACHING",
     "fbgemm_managed": "MANAGED",
@@ -45,7 +50,7 @@ FBGEMM_TOLERANCE = 1e-4
 order, in a few steps of Adagrad."""
 HEADER = (
     "batch ids      system           part  ms median (min to max)     times device  hit rate"
-    "  MB read  written   link  late"
+    "  MB read  written   link  late  MB of disk  written   disk"
 )
 
 
@@ -57,6 +62,10 @@ class Config:
     ids: tuple[str, ...] = ("zipf", "uniform")
     parts: tuple[float, ...] = (1.0, 0.2, 0.1)
     """Parts of all rows that the cache holds."""
+    host_times: float = 2.0
+    """Rows in host memory, of tables on disk, for each that the cache holds."""
+    disk: Path | None = None
+    """Folder for the rows of the system ``disk``; without one it is left out."""
     systems: tuple[str, ...] = SYSTEMS
     max_rows: int = 4_000_000
     """Tables are cut to this."""
@@ -79,12 +88,19 @@ class Bench:
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config, self._device = config, device
         self._rates: LinkRates = measured_rates(device)
+        self._disk_rates: DiskRates | None = None
+        if config.disk is not None:
+            config.disk.mkdir(exist_ok=True)
+            self._disk_rates = measured_disk_rates(config.disk)
         self.rows: list[Row] = []
 
     def run(self) -> None:
         rates = self._rates
         print(f"copies move {rates.to_device / 1e9:.1f} GB/s to the device, "
               f"{rates.to_host / 1e9:.1f} GB/s to the host")  # fmt: skip
+        if self._disk_rates is not None:
+            print(f"the disk reads {self._disk_rates.read / 1e9:.2f} GB/s of a large file, "
+                  f"and writes {self._disk_rates.written / 1e9:.2f} GB/s")  # fmt: skip
         print(HEADER)
         for batch_size, ids in itertools.product(self._config.batch_sizes, self._config.ids):
             self._compare(
@@ -115,9 +131,12 @@ class Bench:
                 "max_rows": setting.max_rows,
                 "link": self._rates._asdict(),
             }
+            if name == "disk" and self._disk_rates is not None:
+                row |= {"disk": self._disk_rates._asdict(), "host_times": config.host_times}
             try:
-                with contextlib.closing(_system(name, setting, part)) as system:
-                    row |= self._measured(system, batches, expected, is_exact=name == "host")
+                with contextlib.closing(self._system(name, setting, part)) as system:
+                    is_exact = name in ("host", "disk")
+                    row |= self._measured(system, batches, expected, is_exact=is_exact)
             except Exception as error:  # noqa: BLE001 - said, and the other lines are measured
                 traceback.print_exc()
                 row["not_printed_because"] = f"{type(error).__name__}: {error}"
@@ -138,7 +157,9 @@ class Bench:
         for name in self._config.systems:
             if name in LOCATIONS and (not has_fbgemm or (name == "fbgemm_host") == on_gpu):
                 continue
-            is_cached = name in ("host", "fbgemm_caching")
+            if name == "disk" and self._config.disk is None:
+                continue
+            is_cached = name in ("host", "disk", "fbgemm_caching")
             for part in self._config.parts if is_cached else (None,):
                 yield name, part
 
@@ -182,8 +203,19 @@ class Bench:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _moved(self, before: CacheStatistics, after: CacheStatistics, seconds: float) -> Row:
-        """What the cache did in the measured steps, which took ``seconds``."""
+    def _system(self, name: str, setting: TierSetting, part: float | None) -> Any:
+        if name not in LOCATIONS:
+            disk = self._config.disk if name == "disk" else None
+            times = self._config.host_times
+            storage = None if part is None else storage_of(setting, part, disk, times)
+            return TorchembedTables(setting, storage)
+        like = TorchembedTables(dataclasses.replace(setting, device=torch.device("cpu")), None)
+        weights = [parameter.detach() for parameter in like.tables.parameters()]
+        return FbgemmTables(setting, LOCATIONS[name], part or 0.0, weights)
+
+    def _moved(self, counted: TierCounts, then: TierCounts, seconds: float) -> Row:
+        """What the caches did in the measured steps, which took ``seconds``."""
+        before, after = counted.cache, then.cache
         num_steps = self._config.num_repeats * self._config.steps
         num_read = after.bytes_read - before.bytes_read
         num_written = after.bytes_written - before.bytes_written
@@ -191,7 +223,17 @@ class Bench:
         unique, misses = (
             getattr(after, name) - getattr(before, name) for name in ("unique", "unique_misses")
         )
-        return {
+        of_disk: Row = {}
+        if self._disk_rates is not None and then.disk_bytes_written:
+            from_disk = then.disk_bytes_read - counted.disk_bytes_read
+            to_disk = then.disk_bytes_written - counted.disk_bytes_written
+            rates = self._disk_rates
+            of_disk = {
+                "disk_bytes_read_per_step": from_disk / num_steps,
+                "disk_bytes_written_per_step": to_disk / num_steps,
+                "disk_fraction": (from_disk / rates.read + to_disk / rates.written) / seconds,
+            }
+        return of_disk | {
             "hit_rate": 1 - misses / unique,
             "bytes_read_per_step": num_read / num_steps,
             "bytes_written_per_step": num_written / num_steps,
@@ -199,14 +241,6 @@ class Bench:
             "late_batches": after.batches_fetched_late - before.batches_fetched_late,
             "cache_rows": after.capacity,
         }
-
-
-def _system(name: str, setting: TierSetting, part: float | None) -> Any:
-    if name not in LOCATIONS:
-        return TorchembedTables(setting, part)
-    like = TorchembedTables(dataclasses.replace(setting, device=torch.device("cpu")), None)
-    weights = [parameter.detach() for parameter in like.tables.parameters()]
-    return FbgemmTables(setting, LOCATIONS[name], part or 0.0, weights)
 
 
 def _print_row(row: Row) -> None:
@@ -223,6 +257,11 @@ def _print_row(row: Row) -> None:
             f"  {row['hit_rate']:8.3f} {row['bytes_read_per_step'] / 1e6:8.1f}"
             f" {row['bytes_written_per_step'] / 1e6:8.1f} {row['link_fraction']:6.2f}"
             f" {row['late_batches']:5d}"
+        )
+    if "disk_fraction" in row:
+        line += (
+            f" {row['disk_bytes_read_per_step'] / 1e6:11.1f}"
+            f" {row['disk_bytes_written_per_step'] / 1e6:8.1f} {row['disk_fraction']:6.2f}"
         )
     print(line, flush=True)
 

@@ -1,21 +1,27 @@
-"""DLRM-DCNv2's tables as the benchmark trains them: all on the device, or in host memory."""
+"""DLRM-DCNv2's tables as the benchmark trains them: on the device, in host memory or on disk."""
 
 import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import torchembed
 from bench.data import dlrm_dcnv2 as workload
-from torchembed import CacheStatistics, EmbeddingBagCollection, HostMemory
+from torchembed import CacheStatistics, Disk, EmbeddingBagCollection, HostMemory
 from torchembed.core.features import SparseFeatures
+from torchembed.core.row_caches import CacheCounter
 from torchembed.data import Batch
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
+from torchembed.tables import Storage
+from torchembed.tables.tiers import DiskGroup
 from torchembed.training import TrainPipeline
 
 LR, EPS, SEED = 0.005, 1e-8, 0
+_ROWS_AT_ONCE = 1 << 16
 SCALE = 16.0
 """Of the logits, so that what rows become shows in the losses."""
 
@@ -44,6 +50,26 @@ def logits_of(pooled: Tensor) -> Tensor:
     return pooled.mean(1) * SCALE
 
 
+def storage_of(
+    setting: TierSetting, part: float, disk: Path | None = None, host_times: float = 1.0
+) -> HostMemory | Disk:
+    """Host memory, or a disk below ``host_times`` as many rows there as are cached, behind a cache
+    for ``part`` of all rows."""
+    configs = workload.table_configs(setting.max_rows)
+    cached = cache_rows([config.num_embeddings for config in configs], part)
+    if disk is None:
+        return HostMemory(cache_rows=cached)
+    return Disk(path=disk, host_rows=round(host_times * cached), cache_rows=cached)
+
+
+class TierCounts(NamedTuple):
+    """What was counted by some time."""
+
+    cache: CacheStatistics
+    disk_bytes_read: int = 0
+    disk_bytes_written: int = 0
+
+
 class _Logits(nn.Module):
     def __init__(self, tables: EmbeddingBagCollection) -> None:
         super().__init__()
@@ -58,18 +84,21 @@ class TorchembedTables:
 
     Args:
         setting: what is trained.
-        part: of the rows, that the cache on the device holds; None for tables on the device.
+        storage: of all tables; None for the device. On disk all rows are written before the first
+            step, as if each had been trained once.
     """
 
-    def __init__(self, setting: TierSetting, part: float | None) -> None:
-        configs = workload.table_configs(setting.max_rows)
-        if part is not None:
-            storage = HostMemory(
-                cache_rows=cache_rows([config.num_embeddings for config in configs], part)
-            )
-            configs = [dataclasses.replace(config, storage=storage) for config in configs]
+    def __init__(self, setting: TierSetting, storage: Storage | None) -> None:
+        configs = [
+            dataclasses.replace(config, storage=storage)
+            for config in workload.table_configs(setting.max_rows)
+        ]
         self.tables = EmbeddingBagCollection(configs, device=setting.device, seed=SEED)
         optimizer = torchembed.optim.RowwiseAdagrad(self.tables.parameters(), lr=LR, eps=EPS)
+        for group in self._disk_groups:
+            for rows in torch.arange(group.num_rows).split(_ROWS_AT_ONCE):
+                lines = group.lines.store.layout.packed(group.read_lines(rows))
+                group.lines.store.write(rows, lines)
         self._pipeline = TrainPipeline(
             _Logits(self.tables), binary_cross_entropy, [optimizer], device=setting.device
         )
@@ -83,10 +112,21 @@ class TorchembedTables:
         """The loss of one step, on the device."""
         return self._pipeline.progress(batches).loss
 
-    def counts(self) -> CacheStatistics | None:
+    @property
+    def _disk_groups(self) -> list[DiskGroup]:
+        return [group for group in self.tables.table_set.groups if isinstance(group, DiskGroup)]
+
+    def counts(self) -> TierCounts | None:
         """What the cache has counted by now; None without one. Waits for the device."""
-        return next(iter(self.tables.cache_statistics(wait=True).values()), None)
+        of_caches = list(self.tables.cache_statistics(wait=True).values())
+        if not of_caches:
+            return None
+        read, written = (
+            sum(int(group.host.counters[counter]) * group.line_bytes for group in self._disk_groups)
+            for counter in (CacheCounter.READ_ROWS, CacheCounter.WRITTEN_ROWS)
+        )
+        return TierCounts(of_caches[0], read, written)
 
     def close(self) -> None:
-        """Destroy the graphs."""
+        """Destroy the graphs, and end threads."""
         self._pipeline.close()

@@ -10,7 +10,9 @@ import torch
 
 from bench.tiers import __main__ as tiers
 from bench.tiers import tables
+from bench.tiers.disk import measured_disk_rates
 from bench.tiers.link import measured_rates
+from torchembed.tables import Storage
 
 CPU = torch.device("cpu")
 CONFIG = tiers.Config(
@@ -22,6 +24,9 @@ CONFIG = tiers.Config(
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "measured_rates", lambda device: measured_rates(device, 2**16))
+    monkeypatch.setattr(
+        tiers, "measured_disk_rates", lambda folder: measured_disk_rates(folder, 2**22, 1)
+    )
 
 
 def test_a_figure_is_there_only_where_losses_are_equal(
@@ -42,16 +47,40 @@ def test_a_figure_is_there_only_where_losses_are_equal(
     assert f"{host['ms_median']:.3f} (" in capsys.readouterr().out
 
     class AtAnotherRate(tables.TorchembedTables):
-        def __init__(self, setting: tables.TierSetting, part: float | None) -> None:
+        def __init__(self, setting: tables.TierSetting, storage: Storage | None) -> None:
             with monkeypatch.context() as patched:
-                patched.setattr(tables, "LR", 0.01 if part else 0.005)
-                super().__init__(setting, part)
+                patched.setattr(tables, "LR", 0.01 if storage else 0.005)
+                super().__init__(setting, storage)
 
     monkeypatch.setattr(tiers, "TorchembedTables", AtAnotherRate)
     bench = tiers.Bench(CONFIG, CPU)
     bench.run()
     assert "ms_median" in bench.rows[0] and "ms_median" not in bench.rows[1]
     assert "not printed: losses [" in capsys.readouterr().out
+
+
+def test_tables_on_disk_train_the_same_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = dataclasses.replace(
+        CONFIG, batch_sizes=(2,), parts=(0.1,), systems=("device", "disk"),
+        disk=tmp_path / "rows", host_times=1.5, num_warm_up=16, steps=8,
+    )  # fmt: skip
+    bench = tiers.Bench(config, CPU)
+    bench.run()
+    device, disk = bench.rows
+    assert (disk["system"], disk["host_times"]) == ("disk", 1.5)
+    assert disk["losses"] == device["losses"]
+    # Whole lines of a row of 128 numbers and of row-wise Adagrad's.
+    for moved in ("disk_bytes_read_per_step", "disk_bytes_written_per_step"):
+        assert disk[moved] > 0 and disk[moved] * 8 % 516 == 0
+    assert disk["disk_fraction"] > 0 and min(disk["disk"].values()) > 0
+    out = capsys.readouterr().out
+    assert "the disk reads " in out and f"{disk['ms_median']:.3f} (" in out
+    # Without a folder nothing is written.
+    bench = tiers.Bench(dataclasses.replace(config, disk=None), CPU)
+    bench.run()
+    assert [row["system"] for row in bench.rows] == ["device"]
 
 
 # FBGEMM's build for CPUs warns of what it lacks.
