@@ -44,13 +44,24 @@ __device__ Value reduced(Value value, const Function& function) {
   return value;
 }
 
-template <class Value>
-__device__ Value sum_of_lanes(Value value) {
-  return reduced(value, [](Value a, Value b) { return a + b; });
+__device__ int64_t sum_of_lanes(int64_t value) {
+  return reduced(value, [](int64_t a, int64_t b) { return a + b; });
+}
+
+__device__ int sum_of_lanes(int value) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(kAllLanes, value);
+#else
+  return reduced(value, [](int a, int b) { return a + b; });
+#endif
 }
 
 __device__ int least_of_lanes(int value) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  return __reduce_min_sync(kAllLanes, value);
+#else
   return reduced(value, [](int a, int b) { return min(a, b); });
+#endif
 }
 
 // What a warp notes of the block that it inserts into.

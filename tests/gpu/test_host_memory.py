@@ -8,9 +8,18 @@ import torch
 
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers
 from tests.support.tiny_training import LOSS, assert_same_state, results_of, state_of
-from torchembed import Dynamic, EmbeddingBagConfig, HostMemory
+from tests.support.tolerance import assert_same_bits
+from torchembed import (
+    Dynamic,
+    EmbeddingBag,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    HostMemory,
+)
 from torchembed.data import Batch
+from torchembed.tables import Constant, Initializer, Normal, Uniform
 from torchembed.tables.tiers import host_tensor
+from torchembed.tables.tiers.tiered_group import _FILLED_ELEMENTS
 from torchembed.training import TrainPipeline
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +53,39 @@ def test_a_gpu_reads_and_writes_memory_of_the_host(device: torch.device) -> None
     assert memory.is_pinned()
     memory.copy_(torch.arange(15.0).view(3, 5))
     assert torch.equal(memory.to(device).cpu(), memory)
+
+
+NUM_ROWS = _FILLED_ELEMENTS // 64 + 5
+"""More than a GPU fills at a time."""
+
+
+@pytest.mark.parametrize("initializer", [Uniform(), Normal(), Constant(value=2.0)], ids=repr)
+def test_initial_rows_are_those_of_tables_on_the_gpu(
+    device: torch.device, initializer: Initializer
+) -> None:
+    def weight(storage: HostMemory | None) -> torch.Tensor:
+        config = EmbeddingBagConfig(
+            name="table",
+            embedding_dim=64,
+            num_embeddings=NUM_ROWS,
+            feature_names=("feature",),
+            initializer=initializer,
+            storage=storage,
+        )
+        return next(EmbeddingBagCollection([config], device=device).parameters()).detach()
+
+    held = weight(HostMemory(cache_rows=7))
+    assert held.device.type == "cpu"
+    assert_same_bits(held, weight(None).cpu())
+
+
+def test_a_row_of_zeros_is_that_of_tables_on_the_gpu(device: torch.device) -> None:
+    held, near = (
+        EmbeddingBag(NUM_ROWS, 64, padding_idx=NUM_ROWS - 2, storage=storage, device=device)
+        for storage in (HostMemory(cache_rows=7), None)
+    )
+    assert_same_bits(held.weight.detach(), near.weight.detach().cpu())
+    assert not held.weight[NUM_ROWS - 2].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -24,11 +24,15 @@ from torchembed.ops.rowwise_update import RoundingKeys, UpdateRule
 from torchembed.ops.segments import Runs
 from torchembed.tables.admission_clock import AdmissionClock
 from torchembed.tables.group import ConvertedRows, TableGroup
+from torchembed.tables.initializers import is_function_of_id
 from torchembed.tables.row_index import Admission, NewRows, SlotIndex
 from torchembed.tables.table import Table
 from torchembed.tables.tiers.host_memory import host_tensor
 from torchembed.tables.tiers.slot_keys import SlotKeys
 from torchembed.tables.tiers.step_counters import new_step_counters
+
+_FILLED_ELEMENTS = 1 << 24
+"""Of the initial rows that a GPU makes at a time."""
 
 
 class FetchedRows(NamedTuple):
@@ -165,6 +169,24 @@ class TieredGroup(TableGroup):
         self._make_cache()
         self._tell_row_bytes()
         self.step = torch.zeros(1, device=device)
+
+    @torch.no_grad()
+    def fill_initial_rows(self, table: Table) -> None:
+        """As the overridden method; on a GPU, which is faster and gives the bits that it gives
+        tables on the device."""
+        weight = table.parameter.data
+        if self.device.type != "cuda" or not is_function_of_id(table.spec.initializer):
+            super().fill_initial_rows(table)
+            return
+        self.write_back()
+        row_ids, num_rows = self.row_ids(table), max(_FILLED_ELEMENTS // weight.shape[1], 1)
+        made = weight.new_empty(num_rows, weight.shape[1], device=self.device)
+        for first in range(0, table.num_rows, num_rows):
+            of_piece = row_ids[first : min(first + num_rows, table.num_rows)]
+            piece = made[: len(of_piece)]
+            table.fill_rows(piece, of_piece)
+            weight[first : first + len(of_piece)].copy_(piece)
+        self.forget_cached()
 
     def check_convertible(self, convert: Callable[[Tensor], Tensor]) -> None:
         """Raise ``TypeError`` where ``convert`` gives the rows a dtype that caches do not hold."""
