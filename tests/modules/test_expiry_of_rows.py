@@ -60,8 +60,8 @@ class Trained:
 IDS = st.lists(st.integers(0, 9), max_size=3)
 
 
-@pytest.mark.parametrize("eviction", [LRU(), LFU()], ids=["lru", "lfu"])
 @given(
+    eviction=st.sampled_from([LRU(), LFU()]),
     batches=st.lists(st.tuples(IDS, IDS), max_size=14),
     ttl_steps=st.integers(2, 5),
     sweep_steps=st.integers(1, 100),

@@ -83,10 +83,8 @@ def numbers_of_ids_are_variables() -> Iterator[None]:
     [
         (True, True, "raise"),
         (True, False, "clamp"),
-        (True, True, "zero"),
         (False, False, "raise"),
-        (False, True, "clamp"),
-        (False, False, "zero"),
+        (False, True, "zero"),
     ],
 )
 def test_a_compiled_collection_is_the_eager_one(
@@ -128,13 +126,9 @@ def test_a_fused_optimizer_trains_a_compiled_collection(
     ("pooled", "jagged", "on_bad_id", "strict"),
     [
         (True, True, "raise", False),
-        (True, True, "zero", True),
-        (True, False, "raise", False),
         (True, False, "clamp", True),
-        (False, True, "clamp", False),
         (False, True, "raise", True),
         (False, False, "zero", False),
-        (False, False, "raise", True),
     ],
 )
 def test_an_exported_collection_takes_other_sizes_and_weights(

@@ -118,9 +118,14 @@ def test_a_program_raises_for_offsets_that_mark_no_bags() -> None:
         compiled(ids, torch.tensor([0, 3, 2]))
 
 
-@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "jagged"), [("padded bag", False), ("bag", True), ("embedding", False)]
+    ("kind", "jagged", "strict"),
+    [
+        ("padded bag", False, True),
+        ("bag", True, False),
+        ("bag", True, True),
+        ("embedding", False, False),
+    ],
 )
 def test_an_exported_table_takes_other_sizes_and_weights(
     kind: str, jagged: bool, strict: bool, device: torch.device

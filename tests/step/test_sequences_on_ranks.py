@@ -111,7 +111,7 @@ def all_trained(runs: list[tuple[type[Model], str, list[int]]]) -> list[Any]:
 
 RUNS = [
     *((OfFixed, name, [1] * 7) for name in PLACEMENTS),
-    *((SegmentMeans, name, [1] * 7) for name in PLACEMENTS),
+    *((SegmentMeans, name, [1] * 7) for name in ("rows", "each")),
     (Attention, "each", [1] * 7),
     (LongAttention, "each", [1, 1, 1, 1, 1, 1, 40, 1, 0, 1, 1, 90, 1, 1, 1, 1]),
 ]

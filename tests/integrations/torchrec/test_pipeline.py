@@ -1,7 +1,6 @@
 """Our pipeline trains as TorchRec's, as far as two placements of TorchRec's own agree."""
 
 import functools
-import importlib.util
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.ranks import run_on_ranks
 from tests.support.torchrec_cases import (
     ADAGRAD,
     ADAM,
@@ -186,7 +184,7 @@ def everything(device_type: str) -> dict[str, Any]:
     return {"training": compare(device)}
 
 
-def within_hosts(device_type: str) -> list[Distances]:
+def everything_on_four(device_type: str) -> list[Distances]:
     """On a rank of four, on two hosts: of tables whose rows and columns stay within them."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     rank = dist.get_rank()
@@ -202,14 +200,9 @@ def within_hosts(device_type: str) -> list[Distances]:
     return found
 
 
-def test_training_within_hosts_is_torchrecs(device: torch.device) -> None:
-    if importlib.util.find_spec("torchrec") is None:
-        pytest.skip("needs TorchRec and FBGEMM: pip install torchembed[torchrec]")
-    if device.type == "cuda" and torch.cuda.device_count() < 4:
-        pytest.skip(f"needs 4 GPUs, and {torch.cuda.device_count()} is here")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    for rank in run_on_ranks(4, within_hosts, device.type, backend=backend):
-        for distances in rank:
+def test_training_within_hosts_is_torchrecs(answers_of_four: list[dict[str, Any]]) -> None:
+    for of_rank in answers_of_four:
+        for distances in of_rank["pipeline"]:
             assert max(distances) <= 2 * torch.finfo(torch.float32).eps
 
 

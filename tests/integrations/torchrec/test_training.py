@@ -1,17 +1,14 @@
 """Training over our tables is TorchRec's, as far as two placements of its own tables agree."""
 
 import functools
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.ranks import run_on_ranks
 from tests.support.torchrec_cases import (
     ADAGRAD,
     ADAM,
@@ -79,7 +76,7 @@ def cases(device: torch.device, num_ranks: int) -> Iterator[tuple[str, dict[str,
     yield from ((name, {**MIXED, **rest}) for name, rest in variants(device).items())
 
 
-def compare(device_type: str) -> dict[str, Comparison]:
+def everything(device_type: str) -> dict[str, Comparison]:
     """On a rank."""
     num_ranks = dist.get_world_size()
     os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -112,14 +109,19 @@ def compare(device_type: str) -> dict[str, Comparison]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_training_is_torchrecs(device: torch.device, num_ranks: int) -> None:
-    if importlib.util.find_spec("torchrec") is None:
-        pytest.skip("needs TorchRec and FBGEMM: pip install torchembed[torchrec]")
-    if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
-        pytest.skip(f"needs {num_ranks} GPUs, and {torch.cuda.device_count()} is here")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    for found in run_on_ranks(num_ranks, compare, device.type, backend=backend):
+everything_on_four = everything
+
+
+def test_training_is_torchrecs(answers: list[dict[str, Any]]) -> None:
+    check([of_rank["training"] for of_rank in answers])
+
+
+def test_training_within_hosts_is_torchrecs(answers_of_four: list[dict[str, Any]]) -> None:
+    check([of_rank["training"] for of_rank in answers_of_four])
+
+
+def check(of_ranks: list[dict[str, Comparison]]) -> None:
+    for found in of_ranks:
         for name, case in found.items():
             rounding = torch.finfo(torch.float32).eps
             assert case.losses <= 3 * case.losses_drift + rounding, (name, case)

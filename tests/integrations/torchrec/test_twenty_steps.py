@@ -1,11 +1,9 @@
 """Twenty steps are TorchRec's, as far as two placements of TorchRec's own tables agree."""
 
 import functools
-import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.data import dlrm_dcnv2 as mlperf
 from bench.data.dlrm_dcnv2 import DenseSizes
-from tests.support.ranks import run_on_ranks
 from torchembed import EmbeddingBagConfig, SparseFeatures, optim, shard_embeddings
 from torchembed.checkpoints.model_shards import ModelShards
 from torchembed.data import Batch, skewed_ids
@@ -215,7 +212,7 @@ def _flat(tensors: Sequence[Tensor | None]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0)
 
 
-def compare(device_type: str) -> dict[str, dict[str, Distances]]:
+def everything(device_type: str) -> dict[str, dict[str, Distances]]:
     """On a rank: for each optimizer, how far the runs are from each other; rank 0 knows it."""
     rank, shape = dist.get_rank(), Shape.fitting(device_type)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
@@ -239,14 +236,8 @@ def compare(device_type: str) -> dict[str, dict[str, Distances]]:
     return found
 
 
-def test_twenty_steps_are_torchrecs(device: torch.device) -> None:
-    if importlib.util.find_spec("torchrec") is None:
-        pytest.skip("needs TorchRec and FBGEMM: pip install torchembed[torchrec]")
-    if device.type == "cuda" and torch.cuda.device_count() < NUM_RANKS:
-        pytest.skip(f"needs {NUM_RANKS} GPUs, and {torch.cuda.device_count()} is here")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    found = run_on_ranks(NUM_RANKS, compare, device.type, backend=backend)[0]
-    for name, runs in found.items():
+def test_twenty_steps_are_torchrecs(answers: list[dict[str, Any]]) -> None:
+    for name, runs in answers[0]["twenty_steps"].items():
         drift, moved = runs["drift"], runs["moved"]
         # So small that it would show if training were off by a ten-thousandth.
         assert 3 * drift.tables < 1e-4 * moved.tables, (name, runs)
