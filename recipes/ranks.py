@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from torchembed import shard_embeddings
+from torchembed import plan_embeddings, shard_embeddings
 from torchembed.core.ranks.process_exit import exit_process_with_parent
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.optim import FusedOptimizer
-from torchembed.sharding import Placement
+from torchembed.sharding import Placement, Planner
 from torchembed.training import stay_near
 
 
@@ -60,6 +60,7 @@ def shard_over_ranks(
     device: torch.device,
     optimizer: type[FusedOptimizer],
     placement: Placement | None = None,
+    planner: Planner | None = None,
 ) -> nn.Module:
     """Spread the tables of ``model`` over all ranks, in place; a process alone keeps them whole.
 
@@ -68,9 +69,16 @@ def shard_over_ranks(
         device: this rank's.
         optimizer: of the tables.
         placement: of every table; the plan chooses where None.
+        planner: in place of ``placement``; its plan is printed.
     """
     if not dist.is_initialized():
         return model
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    plan = None if placement is None else dict.fromkeys(table_specs(model), placement)
+    plan: Planner | dict[str, Placement] | None = planner
+    if planner is not None:
+        report = plan_embeddings(model, planner, mesh)
+        if dist.get_rank() == 0:
+            print(report, flush=True)
+    elif placement is not None:
+        plan = dict.fromkeys(table_specs(model), placement)
     return shard_embeddings(model, mesh, plan, optimizer=optimizer)

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+from recipes.budgets import Budgets
 from recipes.dynamic import Eviction, check_capacity
 from recipes.host_memory import check_cached
 from recipes.precision import Precision
@@ -45,6 +46,11 @@ class DlrmConfig:
     cached: float | None = None
     """Keep the large tables in host memory, behind a cache on each device for this part of their
     rows; with 0.1 for 10 % of them. Without it all tables live on the devices."""
+    device_bytes: int | None = None
+    """Place tables by their cost so that they take no more memory of each device; what has no room
+    goes to host memory."""
+    host_bytes: int | None = None
+    """Memory of the host that tables may take beside that, of all ranks together."""
     held_out: float = 0.1
     """Part of the rows to hold out where there is one file; else the last file is held out."""
     embedding_dim: int = 128
@@ -112,6 +118,11 @@ class DlrmConfig:
         self._check_daily()
         check_capacity(self.capacity, self.shared)
         check_cached(self.cached)
+        if self.budgets is not None and self.cached is not None:
+            raise ValueError(
+                "cached must be left out where device_bytes and host_bytes say what memory tables "
+                f"may take, got {self.cached}"
+            )
         if self.over_arch[-1:] != (1,):
             raise ValueError(f"over_arch must end with 1, the logit, got {self.over_arch}")
         # They check their own fields.
@@ -129,6 +140,11 @@ class DlrmConfig:
                     f"{field.name} must be left out where days are trained in turn, got "
                     f"{getattr(self, field.name)}; leave out daily to set it"
                 )
+
+    @property
+    def budgets(self) -> Budgets | None:
+        """Memory that tables may take; None where nothing is said of it."""
+        return Budgets.of(self.device_bytes, self.host_bytes)
 
     @property
     def schedule(self) -> LearningRate:

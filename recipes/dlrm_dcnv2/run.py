@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import torchembed
+from recipes.budgets import placed
 from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.dlrm_dcnv2.days import DailyLoop, day_files
 from recipes.dlrm_dcnv2.loop import TrainLoop
@@ -199,7 +200,8 @@ def table_rows(config: DlrmConfig, table_sizes: Sequence[int]) -> tuple[int, ...
 
 def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -> DLRM_DCNv2:
     """The model for the features of ``source``, its tables spread over the ranks."""
-    if device.type == "cpu":
+    budgets = config.budgets
+    if device.type == "cpu" and budgets is None:
         num_elements = sum(source.table_sizes) * config.embedding_dim
         check_memory(num_elements, is_copied=config.checkpoint_every is not None)
     torch.manual_seed(config.seed)
@@ -215,18 +217,23 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
         for size in source.table_sizes
     ]
     stored = storages([s.num_embeddings for s in sizes], config.cached, config.batch_size)
+    configs = [
+        torchembed.EmbeddingBagConfig(
+            name=key,
+            num_embeddings=size.num_embeddings,
+            embedding_dim=config.embedding_dim,
+            feature_names=(key,),
+            dynamic=size.dynamic,
+            storage=storage,
+        )
+        for key, size, storage in zip(source.keys, sizes, stored, strict=True)
+    ]
+    optimizer, planner = torchembed.optim.Adagrad, None
+    if budgets is not None:
+        planner = budgets.planner(source, device, optimizer, config.placement)
+        configs = placed(configs, planner)
     tables = torchembed.EmbeddingBagCollection(
-        [
-            torchembed.EmbeddingBagConfig(
-                name=key,
-                num_embeddings=size.num_embeddings,
-                embedding_dim=config.embedding_dim,
-                feature_names=(key,),
-                dynamic=size.dynamic,
-                storage=storage,
-            )
-            for key, size, storage in zip(source.keys, sizes, stored, strict=True)
-        ],
+        configs,
         device=table_device(device),
         seed=config.seed,
         output_dtype=config.precision.value,
@@ -240,7 +247,7 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
         config.low_rank,
         dense_device=device,
     )
-    shard_over_ranks(model, device, torchembed.optim.Adagrad, config.placement)
+    shard_over_ranks(model, device, optimizer, config.placement, planner)
     return model
 
 

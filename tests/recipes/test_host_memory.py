@@ -1,35 +1,19 @@
 """Runs with tables in host memory train as those with all tables on the device."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.host_memory import storages
-from recipes.train import main
-from tests.support.small_recipes import SMALL_DLRM
+from tests.support.small_recipes import lines_of_dlrm
 from torchembed import HostMemory
-
-
-def lines_of(output: Path, *flags: object) -> list[dict[str, Any]]:
-    """The metrics of a small run, less its times."""
-    arguments = [
-        "dlrm_dcnv2", "--output", output, *SMALL_DLRM, "--max-table-rows", 400,
-        "--click-log.num-train", 400, "--click-log.num-held-out", 100, "--batch-size", 32,
-        "--evaluate-every", 6, "--read-loss-every", 4, "--learning-rate", 0.05, *flags,
-    ]  # fmt: skip
-    main([str(argument) for argument in arguments])
-    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-    measured = ("time", "samples_per_second")
-    return [{k: v for k, v in line.items() if k not in measured} for line in lines]
 
 
 @pytest.mark.parametrize("flags", [[], ["--dynamic", "--capacity", "0.5"]], ids=str)
 def test_losses_are_those_of_tables_on_the_device(flags: list[str], tmp_path: Path) -> None:
-    expected = lines_of(tmp_path / "device", *flags)
-    found = lines_of(tmp_path / "host", *flags, "--cached", 0.3)
+    expected = lines_of_dlrm(tmp_path / "device", *flags)
+    found = lines_of_dlrm(tmp_path / "host", *flags, "--cached", 0.3)
     name = "embedding_bag_collection.cache"
     assert all(line[f"{name}/batches_fetched_late"] == 0 for line in found if "loss" in line)
     without = [{k: v for k, v in line.items() if name not in k} for line in found]

@@ -1,0 +1,101 @@
+"""Where the tables of a run live, within memory of given sizes."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, plan_embeddings
+from torchembed.core import ranks
+from torchembed.data import BatchSource
+from torchembed.optim import FusedOptimizer
+from torchembed.sharding import CPU, H200, Host, Placement, Planner, Topology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Memory that tables, their optimizer state and their buffers may take."""
+
+    device_bytes: int
+    """Of each rank's device."""
+    host_bytes: int
+    """Of the host, beside its devices, of all ranks together."""
+
+    @classmethod
+    def of(cls, device_bytes: int | None, host_bytes: int | None) -> "Budgets | None":
+        """The budgets of a run; None for one without.
+
+        Raises:
+            ValueError: where one is given and the other is not.
+        """
+        if device_bytes is None and host_bytes is None:
+            return None
+        if device_bytes is None or host_bytes is None:
+            raise ValueError(
+                f"device_bytes and host_bytes must be given together, got {device_bytes} and "
+                f"{host_bytes}; say how much of both tables may take"
+            )
+        if device_bytes < 1:
+            raise ValueError(f"device_bytes must be positive, got {device_bytes}")
+        if host_bytes < 0:
+            raise ValueError(f"host_bytes must not be negative, got {host_bytes}")
+        return cls(device_bytes=device_bytes, host_bytes=host_bytes)
+
+    def planner(
+        self,
+        source: BatchSource,
+        device: torch.device,
+        optimizer: type[FusedOptimizer],
+        placement: Placement | None = None,
+    ) -> Planner:
+        """A planner within the budgets, for batches like the first one of ``source``, the first
+        rank's; collective.
+
+        Args:
+            placement: of every table; the plan chooses where None.
+        """
+        hardware = H200 if device.type == "cuda" else CPU
+        topology = Topology.of_hardware(
+            hardware,
+            ranks_per_node=ranks.world_size(),
+            host=Host(memory_bytes=self.host_bytes),
+        )
+        # Both budgets are of their own on a CPU, too.
+        topology = dataclasses.replace(
+            topology, memory_bytes=self.device_bytes, devices_are_hosts=False
+        )
+        lookups, distinct = _first_lookups(source)
+        return Planner(
+            batch_size=source.batch_size,
+            hotness=lookups,
+            distinct_ids=distinct,
+            optimizer=optimizer,
+            placements=tuple(Placement) if placement is None else (placement,),
+            topology=topology,
+        )
+
+
+def placed(configs: Sequence[EmbeddingBagConfig], planner: Planner) -> list[EmbeddingBagConfig]:
+    """``configs`` with the storages that ``planner`` chooses for a process alone, which are
+    printed; as they are where ranks share the tables."""
+    if dist.is_initialized():
+        return list(configs)
+    tables = EmbeddingBagCollection(configs, device="meta")
+    report = plan_embeddings(nn.ModuleDict({"tables": tables}), planner)
+    print(report, flush=True)
+    return [
+        dataclasses.replace(config, storage=table.storage)
+        for config, table in zip(configs, report.plan.tables, strict=True)
+    ]
+
+
+def _first_lookups(source: BatchSource) -> tuple[dict[str, float], dict[str, float]]:
+    """Lookups a sample of each feature, and its different ids, in the first rank's first batch."""
+    sparse = next(iter(source)).sparse
+    of_features = sparse.values.split(sparse.lengths().sum(1).tolist())
+    ids = dict(zip(sparse.keys, of_features, strict=True))
+    lookups = {key: len(values) / sparse.batch_size for key, values in ids.items()}
+    distinct = {key: float(len(values.unique())) for key, values in ids.items() if len(values)}
+    return ranks.from_first_rank((lookups, distinct))
