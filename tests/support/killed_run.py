@@ -1,5 +1,6 @@
 """A training run that saves checkpoints, resumes from the last one, and can be killed."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchembed
 from tests.support.rank_processes import IMPORTED
 from tests.support.tiny_model import KEYS, TinyModel, make_batch, make_optimizers, step_by_hand
-from torchembed import LFU, Dynamic, EmbeddingBagConfig, HostMemory, MinimumCount
+from torchembed import LFU, Disk, Dynamic, EmbeddingBagConfig, HostMemory, MinimumCount
 from torchembed.core import ranks
 from torchembed.training import CheckpointFolder, TrainingRun
 
@@ -40,11 +41,16 @@ class DataPosition:
         vars(self).update(state)
 
 
-def table_config(*, name: str, num_embeddings: int, **others: Any) -> EmbeddingBagConfig:
-    """A static table in host memory, and a dynamic one that has rows for some of its ids only."""
+def table_config(
+    *, name: str, num_embeddings: int, disk: Path | None = None, **others: Any
+) -> EmbeddingBagConfig:
+    """A static table in host memory, and a dynamic one that has rows for some of its ids only; both
+    on disk where a folder for them is given, and most of their rows nowhere else."""
     dynamic, storage = None, None
     if name == KEYS[0]:
         storage = HostMemory(cache_rows=num_embeddings // 2)
+    if disk is not None:
+        storage = Disk(path=disk, host_rows=13, cache_rows=7)
     if name == KEYS[1]:
         num_embeddings //= 2
         dynamic = Dynamic(eviction=LFU(), admission=MinimumCount(2))
@@ -53,10 +59,11 @@ def table_config(*, name: str, num_embeddings: int, **others: Any) -> EmbeddingB
     )
 
 
-def new_run() -> TrainingRun:
+def new_run(disk: Path | None = None) -> TrainingRun:
     """Row-wise where there is a process group; with dropout, a schedule and a position."""
     device = "meta" if dist.is_initialized() else None
-    model = TinyModel(is_deep=True, device=device, config=table_config)
+    config = functools.partial(table_config, disk=disk)
+    model = TinyModel(is_deep=True, device=device, config=config)
     model.dense = nn.Sequential(nn.Linear(10, 8), nn.Dropout(0.25), nn.Linear(8, 1))
     if dist.is_initialized():
         plan = {f"tables.embedding_bags.{key}": "row_wise" for key in KEYS}
@@ -70,10 +77,18 @@ def new_run() -> TrainingRun:
     )
 
 
-def train_and_save(folder: Path, log: Path, *, num_steps: int, save_every: int, wait: bool) -> None:
+def train_and_save(
+    folder: Path,
+    log: Path,
+    *,
+    num_steps: int,
+    save_every: int,
+    wait: bool,
+    disk: Path | None = None,
+) -> None:
     """Go on from the last checkpoint in ``folder``; each step's loss is added to ``log``."""
     rank = ranks.rank()
-    run = new_run()
+    run = new_run(disk)
     torch.manual_seed(100 + rank)  # each rank drops others
     run.model.train()
     checkpoints = CheckpointFolder(folder)
@@ -82,7 +97,7 @@ def train_and_save(folder: Path, log: Path, *, num_steps: int, save_every: int, 
     assert isinstance(position, DataPosition)
     with log.open("a") as lines:
         while position.num_taken < num_steps:
-            batch = make_batch(4, seed=1000 * rank + position.num_taken)
+            batch = make_batch(4 if disk is None else 2, seed=1000 * rank + position.num_taken)
             loss = step_by_hand(
                 run.model, F.binary_cross_entropy_with_logits, run.optimizers, batch
             )

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from torchembed.checkpoints.atomic_folder import AtomicFolder
+from torchembed.checkpoints.database_files import DatabaseFolders
 from torchembed.checkpoints.folder_contents import MARKER_FILE, CheckpointName, FolderContents
 from torchembed.checkpoints.marker import Marker
 from torchembed.checkpoints.rank_files import (
@@ -15,6 +16,7 @@ from torchembed.checkpoints.rank_files import (
     CheckpointWriter,
     in_threads,
 )
+from torchembed.checkpoints.run_databases import RunDatabases
 from torchembed.checkpoints.run_state import (
     check_agreement,
     load_state,
@@ -148,14 +150,15 @@ class CheckpointFolder:
         what = f"save a checkpoint of step {step} in {self}"
         group = self._cpu_group(what)
         check_agreement(step, run, group, what)
-        state = raise_on_all_ranks(lambda: state_of(run), what, group)
+        databases = raise_on_all_ranks(lambda: RunDatabases(run), what, group)
+        state = raise_on_all_ranks(lambda: state_of(run, databases), what, group)
         if wait:
-            self._write(step, state, group, what)
+            self._write(step, state, databases, group, what)
             return
         copied = raise_on_all_ranks(lambda: on_cpu(state), what, group)
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending = self._writer.submit(self._write, step, copied, group, what)
+        self._pending = self._writer.submit(self._write, step, copied, databases, group, what)
         atexit.register(self.wait)  # a failure that nobody asked for is shown at the end
 
     def wait(self) -> None:
@@ -167,16 +170,25 @@ class CheckpointFolder:
             atexit.unregister(self.wait)
             pending.result()
 
-    def _write(self, step: int, state: dict[str, object], group: CpuGroup, what: str) -> None:
+    def _write(
+        self,
+        step: int,
+        state: dict[str, object],
+        databases: RunDatabases,
+        group: CpuGroup,
+        what: str,
+    ) -> None:
         checkpoint, token = decide_on_first_rank(lambda: self._begin(step), what, group)
         path = self._storage.path(str(checkpoint))
         folder = self._atomic(path)
         raise_on_all_ranks(lambda: folder.check_token(token), what, group)
         # The marker must list the files of this checkpoint alone.
         self._storage.written.clear()
+        raise_on_all_ranks(lambda: databases.put(self._storage, path), what, group)
         write_state(state, CheckpointWriter(self._storage, path), group, what)
         written = group.gather(self._storage.written, what)
-        files = {name.rsplit("/", 1)[-1]: d for part in written for name, d in part.items()}
+        start = f"{path}/"
+        files = {name.removeprefix(start): d for part in written for name, d in part.items()}
 
         # Old checkpoints go only once the new one counts, so that there is one at every moment.
         def complete() -> None:
@@ -245,14 +257,23 @@ class CheckpointFolder:
         raise_on_all_ranks(lambda: self._check_files(path, marker.files), what, group)
         reader = CheckpointReader(self._storage, path)
         metadata = raise_on_all_ranks(reader.read_metadata, what, group)
+        folders = DatabaseFolders(self._storage, path)
+        tensors = raise_on_all_ranks(
+            lambda: SavedTensors(metadata, self._storage, path, folders.open), what, group
+        )
         saved = SavedState(
             name=f"checkpoint {path}",
-            tensors=SavedTensors(metadata, self._storage, path),
+            tensors=tensors,
             num_ranks=marker.num_ranks,
             read=lambda state: read_state(state, reader, metadata, group, what),
             group=group,
+            local_folder=folders.local,
         )
-        self.rows_left_out = load_state(run, saved)
+        try:
+            self.rows_left_out = load_state(run, saved)
+        finally:
+            tensors.databases.close()
+            folders.close()
         if ranks.rank() == 0:
             for name, number in self.rows_left_out.items():
                 _logger.warning(
@@ -286,11 +307,15 @@ class CheckpointFolder:
             file = f"{path}/{name}"
             if not self._storage.exists(file):
                 raise FileNotFoundError(f"checkpoint {path} lacks its file {name}")
-            wanted, found = files[name], self._storage.digest(file)
+            wanted = files[name]
+            found = self._storage.digest_like(file, wanted)
             if found != wanted:
+                must_have, has = f"{wanted.num_bytes} bytes", f"{found.num_bytes}"
+                if wanted.crc32 is not None:
+                    must_have += f" and CRC-32 {wanted.crc32:08x}"
+                    has += f" and {found.crc32:08x}"
                 raise ValueError(
-                    f"file {file} must have {wanted.num_bytes} bytes and CRC-32 {wanted.crc32:08x} "
-                    f"as it was written, got {found.num_bytes} and {found.crc32:08x}; it is "
+                    f"file {file} must have {must_have} as it was written, got {has}; it is "
                     "corrupt: load an earlier step"
                 )
 

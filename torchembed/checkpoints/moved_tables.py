@@ -2,56 +2,35 @@
 not make the rows the same ones, they are loaded by id, in chunks."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchembed.checkpoints import save_planner
+from torchembed.checkpoints.run_tables import RunTable
 from torchembed.checkpoints.saved_state import SavedState
-from torchembed.checkpoints.table_form import TableForm, form_key
-from torchembed.checkpoints.training_run import TrainingRun
-from torchembed.modules.table_module import TableModule
-from torchembed.optim.fused import FusedOptimizer
+from torchembed.checkpoints.table_form import TableForm
 from torchembed.sharding.transport.global_rows import are_here
 from torchembed.tables import (
-    CountMinSketch,
     HashIndex,
     RowChunk,
-    Table,
     clear_ids,
     grow_to,
     row_ranges,
-    table_states,
     take_over,
+    write_numbered_rows,
     write_rows,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MovedTable:
+class MovedTable(RunTable):
     """A table of which a checkpoint holds the rows by id, on other ranks, in another capacity, or
-    as a static table where the run has a dynamic one, or the other way round."""
+    as a static table where the run has a dynamic one, or the other way round.
 
-    names: tuple[str, ...]
-    """Names of its parameter in the model; it was saved under the first."""
-    module: TableModule
-    table: Table
-    form: TableForm | None
-    """The form in which it was saved; None for a static table."""
-    states: Mapping[str, str]
-    """The entries of its optimizer state, by the names of states."""
-    foreign_states: tuple[str, ...]
-    """Entries of state by row that optimizers of torch keep, which cannot find rows by id."""
-    num_rows: int | None
-    """The rows to which the table can grow so that each saved row is the same row of it; None where
-    rows are loaded by id."""
-
-    @property
-    def weight(self) -> str:
-        """The entry of its rows."""
-        return f"model.{self.names[0]}"
+    It grows where :attr:`num_rows` says so, and is loaded by id where that is None.
+    """
 
     @property
     def contents(self) -> str:
@@ -226,18 +205,23 @@ class MovedTable:
         num_rows, shares = form.num_hashed_rows, self._shares(form)
         if not num_rows:
             return
-        columns = range(self.table.first_column, self.table.first_column + self.table.num_columns)
-        for key, own in (
-            (self.weight, self.table.parameter.data),
-            *((self.states[name], state) for name, state in table_states(self.table).items()),
-        ):
-            total = torch.zeros_like(own[-num_rows:], dtype=torch.float64, device="cpu")
+        table = self.table
+        columns = range(table.first_column, table.first_column + table.num_columns)
+
+        def mean(key: str) -> Tensor:
+            is_divided = len(saved.tensors.size(key)) > 1
+            total = torch.zeros((), dtype=torch.float64)
             for share in shares:
                 end = (share + 1) * form.share_rows
-                total += saved.tensors.rows(
-                    key, range(end - num_rows, end), columns if own.dim() > 1 else None
+                rows = range(end - num_rows, end)
+                total = (
+                    total + saved.tensors.rows(key, rows, columns if is_divided else None).double()
                 )
-            own[-num_rows:] = total.div_(len(shares)).to(own)
+            return total.div_(len(shares))
+
+        states = {name: mean(key) for name, key in self.states.items()}
+        rows = torch.arange(table.num_rows - num_rows, table.num_rows)
+        write_numbered_rows(table, rows, mean(self.weight), states)
 
     def _load_admission(self, form: TableForm, index: HashIndex, saved: SavedState) -> None:
         admission, number = index.admission, self.table.group.tables.index(self.table)
@@ -254,38 +238,15 @@ class MovedTable:
         saved.tensors.forget()
 
 
-def moved_tables(run: TrainingRun, saved: SavedState) -> list[MovedTable]:
+def moved_tables(tables: Iterable[RunTable]) -> list[MovedTable]:
     """The dynamic tables of a run, or of a checkpoint, that lie in other rows in the other one."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in run.model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    found = []
-    modules = [module for module in run.model.modules() if isinstance(module, TableModule)]
-    for module in modules:
-        for table in module.table_set.tables:
-            of_table = tuple(names.get(id(table.parameter), ()))
-            if not of_table or f"model.{of_table[0]}" not in saved.entries:
-                continue
-            if not of_table[0].endswith("weight"):  # what a parametrization computes it from
-                continue
-            key, form = form_key(of_table[0]), None
-            if key in saved.entries:
-                form = _with_own_seed(table, TableForm.parse(saved.tensors.whole(key)))
-            rows = _rows_alike(table, form, of_table[0], saved)
-            if rows == table.num_rows:
-                continue
-            states, foreign = _states(run, table, of_table[0], saved)
-            moved = MovedTable(
-                names=of_table,
-                module=module,
-                table=table,
-                form=form,
-                states=states,
-                foreign_states=foreign,
-                num_rows=rows,
-            )
-            found.append(moved)
-    return found
+    moved = []
+    for found in tables:
+        if not found.is_alike:
+            # What is not in memory on both sides is not read in place, however large.
+            num_rows = None if found.is_on_disk else found.num_rows
+            moved.append(MovedTable(**{**vars(found), "num_rows": num_rows}))
+    return moved
 
 
 def restart_clocks(moved: Sequence[MovedTable]) -> None:
@@ -295,56 +256,3 @@ def restart_clocks(moved: Sequence[MovedTable]) -> None:
     for group in {id(table.group): table.group for table in tables}.values():
         if isinstance(group.index, HashIndex) and all(table in tables for table in group.tables):
             group.index.clock.numbers.zero_()
-
-
-def _states(
-    run: TrainingRun, table: Table, name: str, saved: SavedState
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """``states`` and ``foreign_states`` of a :class:`MovedTable`."""
-    states, foreign = {}, []
-    for index, optimizer in enumerate(run.optimizers):
-        of_optimizer = (p for group in optimizer.param_groups for p in group["params"])
-        if not any(parameter is table.parameter for parameter in of_optimizer):
-            continue
-        start = f"optimizers.{index}.state.{name}."
-        if isinstance(optimizer, FusedOptimizer):
-            states |= {state: f"{start}{state}" for state in optimizer.state_names}
-        else:
-            size = saved.tensors.size(f"model.{name}")
-            foreign += [
-                key
-                for key, entry in saved.entries.items()
-                if key.startswith(start)
-                and isinstance(entry, TensorStorageMetadata)
-                and entry.size == size
-            ]
-    return states, tuple(foreign)
-
-
-def _with_own_seed(table: Table, form: TableForm) -> TableForm:
-    """A saved form, of the run's seed where any will do: a module of one table draws its own where
-    none is given, and rows that have their values do not depend on it. Sketches do."""
-    own = TableForm.of(table)
-    if own is None or not table.may_join or form.admission == CountMinSketch.__name__:
-        return form
-    return form._replace(key=own.key)
-
-
-def _rows_alike(table: Table, form: TableForm | None, name: str, saved: SavedState) -> int | None:
-    """The rows with which each row of the checkpoint is the same row of the run: those of the
-    table, or more, to which it can grow; None where no number of rows makes them that."""
-    if form is None:
-        return table.num_rows if TableForm.of(table) is None else None
-    is_in_reach = table.num_rows <= form.share_rows <= table.max_rows
-    if not is_in_reach or form != TableForm.of(table, form.share_rows):
-        return None
-    # What a policy of admission keeps has a size of its own.
-    index, contents = table.group.index, table.index_contents()
-    assert isinstance(index, HashIndex)
-    kept = (
-        () if index.admission is None else index.admission.contents(table.group.tables.index(table))
-    )
-    start = f"model.{name}".removesuffix("weight") + "index."
-    sizes = {f"{start}{n}": table.contents_as_global(contents[n]).shape for n in kept}
-    is_alike = all(saved.tensors.size(k) == size for k, size in sizes.items() if k in saved.entries)
-    return form.share_rows if is_alike else None

@@ -152,7 +152,9 @@ class _Writer:
             for column in forms:
                 for piece in self._pieces:
                     stream.write(bytes_of(piece[column]))
-        self._written.files[name] = RowFile(self._num_rows, *self._storage.written[path])
+        num_bytes, crc32 = self._storage.written[path]
+        assert crc32 is not None
+        self._written.files[name] = RowFile(self._num_rows, num_bytes, crc32)
         self._pieces, self._num_rows = [], 0
 
 

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from torchembed.checkpoints.disk_tables import disk_tables, load_disk_tables
 from torchembed.checkpoints.moved_tables import MovedTable, moved_tables, restart_clocks
 from torchembed.checkpoints.random_state import random_state, set_random_state
+from torchembed.checkpoints.run_databases import RunDatabases
+from torchembed.checkpoints.run_tables import run_tables
 from torchembed.checkpoints.saved_state import SavedState, agree_on, mismatches, unexpected
 from torchembed.checkpoints.table_form import TableForm, form_key
 from torchembed.checkpoints.training_run import TrainingRun
@@ -26,14 +29,15 @@ from torchembed.core.ranks.collective_errors import raise_on_all_ranks
 from torchembed.core.ranks.cpu_group import CpuGroup
 from torchembed.modules.table_module import TableModule
 from torchembed.optim.fused import FusedOptimizer
-from torchembed.tables import table_of
+from torchembed.tables import meta_rows_in_state_dicts, table_of
 
 _OPTIMIZER_KEY = re.compile(r"optimizers\.\d+")
 """Entry of a checkpoint that holds an optimizer's kind and parameter groups."""
 
 
-def state_of(run: TrainingRun) -> dict[str, object]:
-    """This rank's part of the run's state, with that of its random generators.
+def state_of(run: TrainingRun, databases: RunDatabases) -> dict[str, object]:
+    """This rank's part of the run's state, with that of its random generators, but for what is in
+    ``databases``.
 
     Parameters and optimizer state are the run's own tensors, not copies.
     """
@@ -48,7 +52,8 @@ def state_of(run: TrainingRun) -> dict[str, object]:
         "random": random_state(),
     }
     state[f"ranks.{ranks.rank()}"] = _packed(of_rank)
-    return state
+    in_memory = {key: value for key, value in state.items() if not databases.hold(key)}
+    return {**in_memory, **databases.entries}
 
 
 def check_agreement(step: int, run: TrainingRun, group: CpuGroup, what: str) -> None:
@@ -81,21 +86,29 @@ def load_state(run: TrainingRun, saved: SavedState) -> dict[str, int]:
     """
     what, group = saved.what, saved.group
     state = raise_on_all_ranks(lambda: _load_targets(run, saved.entries), what, group)
-    moved = raise_on_all_ranks(lambda: moved_tables(run, saved), what, group)
-    state = {k: v for k, v in state.items() if not any(table.holds(k) for table in moved)}
-    of_moved = [key for key in saved.entries if any(table.holds(key) for table in moved)]
+    tables = raise_on_all_ranks(lambda: list(run_tables(run, saved)), what, group)
+    moved, on_disk = moved_tables(tables), disk_tables(tables)
+    apart = [*moved, *on_disk]
+    state = {k: v for k, v in state.items() if not any(table.holds(k) for table in apart)}
+    of_apart = [key for key in saved.entries if any(table.holds(key) for table in apart)]
     of_optimizers = [f"optimizers.{index}" for index in range(len(run.optimizers))]
     found = raise_on_all_ranks(
         lambda: [
             *(f"{key} was not saved" for key in of_optimizers if key not in saved.entries),
             *_unexpected_optimizers(of_optimizers, saved),
             *(reason for key, value in state.items() for reason in mismatches(key, value, saved)),
-            *(reason for table in moved for reason in table.mismatches(saved)),
+            *(reason for table in apart for reason in table.mismatches(saved)),
+            *(
+                f"{key} is of a table on disk, and of none in the run"
+                for key in state
+                if key in saved.tensors.databases
+            ),
         ],
         what,
         group,
     )
-    agree_on([*found, *unexpected([*state, *of_moved], saved)], saved)
+    agree_on([*found, *unexpected([*state, *of_apart], saved)], saved)
+    raise_on_all_ranks(saved.tensors.databases.check, what, group)
     # What is pickled is read first, since it may show that optimizers differ: nothing of the run is
     # changed before all ranks agree that everything fits.
     same_ranks = saved.num_ranks == ranks.world_size()
@@ -126,14 +139,16 @@ def load_state(run: TrainingRun, saved: SavedState) -> dict[str, int]:
         for table in growing:
             table.grow()
         by_id = [table for table in moved if table.num_rows is None]
-        targets = _load_targets(run, saved.entries)
-        return {k: v for k, v in targets.items() if not any(t.holds(k) for t in by_id)}, by_id
+        targets, left = _load_targets(run, saved.entries), [*by_id, *on_disk]
+        return {k: v for k, v in targets.items() if not any(t.holds(k) for t in left)}, by_id
 
     state, moved = raise_on_all_ranks(grown, what, group)
     saved.read(state)
     left_out: dict[str, int] = {}
 
     def apply() -> None:
+        # It empties databases whose rows are then loaded by id.
+        load_disk_tables(run.model, on_disk, saved)
         restart_clocks(moved)
         for table in moved:
             left_out[table.names[0]] = table.load(saved)
@@ -147,7 +162,7 @@ def load_state(run: TrainingRun, saved: SavedState) -> dict[str, int]:
             in_place = {
                 of_state: value
                 for of_state, value in _optimizer_state(run.model, own, key).items()
-                if any(table.holds(of_state) for table in moved)
+                if any(table.holds(of_state) for table in [*moved, *on_disk])
             }
             _load_optimizer(run.model, own, key, loaded["param_groups"], state | in_place)
         for name, other in run.others.items():
@@ -175,7 +190,8 @@ def on_cpu(state: dict[str, object]) -> dict[str, object]:
 
 def _model_state(model: nn.Module) -> dict[str, object]:
     """Every parameter and buffer by its name in a checkpoint; not copies."""
-    return {f"model.{name}": value for name, value in model.state_dict().items()}
+    with meta_rows_in_state_dicts():
+        return {f"model.{name}": value for name, value in model.state_dict().items()}
 
 
 def _table_forms(model: nn.Module) -> dict[str, object]:
@@ -224,8 +240,14 @@ def _named_parameters(
             yield name, parameter
 
 
+def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict, where rows on disk are on the meta device."""
+    with meta_rows_in_state_dicts():
+        return optimizer.state_dict()
+
+
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    groups = optimizer.state_dict()["param_groups"]
+    groups = _state_dict(optimizer)["param_groups"]
     return [{k: value for k, value in group.items() if k != "params"} for group in groups]
 
 
@@ -235,7 +257,7 @@ def _optimizer_state(
     """The optimizer's state tensors that exist, not copied, by name; most optimizers make them at
     their first step."""
     state = {}
-    entries = optimizer.state_dict()["state"]
+    entries = _state_dict(optimizer)["state"]
     for number, (name, parameter) in enumerate(_named_parameters(model, optimizer)):
         for key, value in entries.get(number, {}).items():
             table = table_of(parameter)
@@ -333,7 +355,7 @@ def _load_optimizer(
                 k: v.to_local() if isinstance(v, DTensor) else v for k, v in entry.items()
             }
     merged = []
-    for loaded, own in zip(loaded_groups, optimizer.state_dict()["param_groups"], strict=True):
+    for loaded, own in zip(loaded_groups, _state_dict(optimizer)["param_groups"], strict=True):
         # Tensors were unpickled onto the CPU. Those in a group, such as learning rates, go to where
         # the optimizer has its own, since captured steps read them there.
         moved = {
@@ -341,4 +363,5 @@ def _load_optimizer(
             for k, v in loaded.items()
         }
         merged.append({**moved, "params": own["params"]})
-    optimizer.load_state_dict({"state": entries, "param_groups": merged})
+    with meta_rows_in_state_dicts():
+        optimizer.load_state_dict({"state": entries, "param_groups": merged})

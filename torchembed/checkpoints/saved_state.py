@@ -1,6 +1,7 @@
 """A checkpoint to load from, and its comparison with the run that loads it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,6 +24,8 @@ class SavedState(NamedTuple):
     """Fills the tensors of a dict in place and replaces its other values; every rank calls it."""
     group: CpuGroup
     """All ranks that load."""
+    local_folder: Callable[[str], Path]
+    """The local folder of a database, by the name of its folder in the checkpoint."""
 
     @property
     def what(self) -> str:

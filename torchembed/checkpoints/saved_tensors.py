@@ -1,6 +1,7 @@
 """The tensors of a checkpoint, of which a rank may read any rows by itself."""
 
 import io
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,6 +13,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torchembed.checkpoints import database_form
+from torchembed.checkpoints.saved_databases import SavedDatabases
+from torchembed.stores import RowStore
+
 
 class SavedTensors:
     """Whole tensors by name, as all ranks that saved wrote them in pieces.
@@ -21,18 +26,31 @@ class SavedTensors:
 
     Attributes:
         entries: what was saved, by name.
+        databases: what of it is in databases.
     """
 
-    def __init__(self, metadata: Metadata, storage: FileSystemBase, path: str) -> None:
+    def __init__(
+        self,
+        metadata: Metadata,
+        storage: FileSystemBase,
+        path: str,
+        open_database: Callable[[str], RowStore],
+    ) -> None:
         """
         Args:
             metadata: of the checkpoint.
             storage: where its files are.
             path: of the folder with the files.
+            open_database: opens a database by the name of its folder there.
         """
-        self.entries: dict[str, STORAGE_TYPES] = metadata.state_dict_metadata
+        self.entries: dict[str, STORAGE_TYPES] = dict(metadata.state_dict_metadata)
         self._places, self._storage, self._path = metadata.storage_data, storage, path
         self._kept: dict[str, dict[torch.Size, Tensor]] = {}
+        self.databases = SavedDatabases((), open_database)
+        forms = [self.whole(key) for key in self.entries if key.startswith(database_form.DATABASES)]
+        saved = [database for form in forms for database in database_form.parse(form)]
+        self.databases = SavedDatabases(saved, open_database)
+        self.entries |= self.databases.entries
 
     def size(self, name: str) -> torch.Size:
         """Shape of a whole tensor."""
@@ -47,6 +65,8 @@ class SavedTensors:
         Raises:
             OSError: where a file cannot be read.
         """
+        if name in self.databases:
+            return self.databases.rows(name, rows, columns, self.rows)
         entry = self._entry(name)
         size = [len(rows), *entry.size[1:]]
         first = [rows.start, *(0 for _ in entry.size[1:])]
@@ -80,6 +100,7 @@ class SavedTensors:
     def forget(self) -> None:
         """Give the memory of the pieces back that were read last."""
         self._kept.clear()
+        self.databases.forget()
 
     def _entry(self, name: str) -> TensorStorageMetadata:
         entry = self.entries[name]

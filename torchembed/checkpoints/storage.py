@@ -18,7 +18,8 @@ class FileDigest(NamedTuple):
     """Size and checksum of a file, which differ where it was cut off or changed."""
 
     num_bytes: int
-    crc32: int
+    crc32: int | None
+    """None for a file that is too large to be read for it, and that whoever reads it checks."""
 
 
 class _DigestWriter(io.RawIOBase):
@@ -39,9 +40,8 @@ class _DigestWriter(io.RawIOBase):
         except OSError as error:
             self.error = error
             raise
-        self.digest = FileDigest(
-            self.digest.num_bytes + num_bytes, zlib.crc32(data, self.digest.crc32)
-        )
+        crc32 = zlib.crc32(data, self.digest.crc32 or 0)
+        self.digest = FileDigest(self.digest.num_bytes + num_bytes, crc32)
         return num_bytes
 
     def tell(self) -> int:
@@ -113,6 +113,17 @@ class Storage(FileSystemBase):
                 num_bytes += len(chunk)
                 crc32 = zlib.crc32(chunk, crc32)
         return FileDigest(num_bytes, crc32)
+
+    def digest_like(self, path: str, wanted: FileDigest) -> FileDigest:
+        """Digest of a file as it now is, with a checksum where ``wanted`` has one."""
+        if wanted.crc32 is None:
+            return FileDigest(self.num_bytes(path), None)
+        return self.digest(path)
+
+    def fetch(self, path: str, target: str) -> None:
+        """Copy a folder with all its content to a new local one."""
+        self._fs.invalidate_cache()
+        self._fs.get(path.rstrip("/") + "/", target, recursive=True)
 
     def remove(self, path: str) -> None:
         """Remove a file, or a folder with all its content, if it exists."""

@@ -1,6 +1,5 @@
 """The base of ``EmbeddingBag`` and ``Embedding``: one table, under the parameter ``weight``."""
 
-import dataclasses
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -154,13 +153,7 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
 
     def reseed(self, seed: int) -> None:
         """Let initial rows from now on, and the rounding of rows, follow from ``seed``."""
-        table = self._table
-        if seed == table.spec.seed:
-            return
-        table.spec = dataclasses.replace(table.spec, seed=seed)
-        for group in (table.group, table.group.joined):
-            if group is not None:
-                group.make_index()
+        self._table.reseed(seed)
 
     def reset_parameters(self) -> None:
         """Give every row its initial value again: standard normal, zeros for the padding row."""

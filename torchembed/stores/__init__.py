@@ -9,6 +9,7 @@ from torchembed.stores.interface import LineChunk, RowStore, RowTable
 from torchembed.stores.memory import MemoryStore
 from torchembed.stores.read_ahead import ReadAheadCounts, ReadAheadTable
 from torchembed.stores.rocksdb import RocksDBStore
+from torchembed.stores.rocksdb_files import sync_to_disk
 from torchembed.stores.rocksdb_options import Compression, RocksDBOptions
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "RowStoreError",
     "RowTable",
     "StoreInUseError",
+    "sync_to_disk",
 ]

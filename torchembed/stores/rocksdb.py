@@ -118,6 +118,9 @@ class RocksDBStore:
         try:
             partial.chmod(self._database.folder.stat().st_mode)
             self._database.link_to(partial / ROWS)
+            # RocksDB's own are on disk, and rocksdict's is not.
+            for file in (partial / ROWS).glob("*.json"):
+                sync_to_disk(file)
             sync_to_disk(partial)
             partial.rename(path)
         except BaseException:

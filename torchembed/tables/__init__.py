@@ -82,6 +82,7 @@ from torchembed.tables.rows.row_stream import (
     row_chunks,
     row_ranges,
     table_states,
+    write_numbered_rows,
     write_rows,
 )
 from torchembed.tables.rows.rows_by_id import clear_ids, erase_ids, take_over
@@ -99,12 +100,14 @@ from torchembed.tables.table import (
 from torchembed.tables.table_addresses import table_at, table_numbered
 from torchembed.tables.table_set import TableSet
 from torchembed.tables.tiers import (
+    LINES,
     CacheStatistics,
     CacheStatisticsReader,
     CacheStatisticsReading,
     CountedCaches,
     DiskGroup,
     FetchedRows,
+    LineLayout,
     RecordedMoves,
     TieredGroup,
     meta_rows_in_state_dicts,
@@ -113,6 +116,7 @@ from torchembed.tables.tiers import (
 
 __all__ = [
     "LFU",
+    "LINES",
     "LRU",
     "Admission",
     "AdmissionFilter",
@@ -152,6 +156,7 @@ __all__ = [
     "InitializedTable",
     "Initializer",
     "JoinedGroup",
+    "LineLayout",
     "MinimumCount",
     "Missing",
     "MissingRows",
@@ -218,6 +223,7 @@ __all__ = [
     "take_over",
     "why_refused",
     "with_shared_rows",
+    "write_numbered_rows",
     "write_rows",
     "wrong_digests",
 ]

@@ -214,6 +214,15 @@ class Table:
         elif spec.zero_row in row_ids:
             rows[spec.zero_row - row_ids.start].zero_()
 
+    def reseed(self, seed: int) -> None:
+        """Let initial rows from now on, and the rounding of rows, follow from ``seed``."""
+        if seed == self.spec.seed:
+            return
+        self.spec = dataclasses.replace(self.spec, seed=seed)
+        for group in (self.group, self.group.joined):
+            if group is not None:
+                group.make_index()
+
     def holds_ids(self) -> bool:
         """True if ids were inserted into a dynamic table; waits for its device."""
         digests = self.index_contents().get("digests")

@@ -142,6 +142,32 @@ def write_rows(table: Table, chunk: RowChunk) -> int:
     return 0
 
 
+@torch.no_grad()
+def write_numbered_rows(
+    table: Table, numbers: Tensor, rows: Tensor, states: Mapping[str, Tensor]
+) -> None:
+    """Write rows and states in place of those that ``table`` holds under the numbers that its rows
+    have here, whatever ids they are of.
+
+    Args:
+        numbers: int64 ``[n]``, from 0 on, on the CPU, each once.
+        rows: ``[n, D]``, converted to the table's dtype.
+        states: by name; those that are left out stay as they are.
+    """
+    group = table.group
+    group.write_back()
+    if isinstance(group, DiskGroup):
+        _write_lines(table, group, numbers, RowChunk(numbers, rows, states))
+        return
+    own = table_states(table)
+    for values, tensor in (
+        (rows, table.parameter.data),
+        *((values, own[name]) for name, values in states.items()),
+    ):
+        tensor[numbers.to(tensor.device)] = values.to(tensor.device, tensor.dtype)
+    group.forget_cached()
+
+
 def _moves(table: Table, chunk: RowChunk) -> list[tuple[Tensor, Tensor, str]]:
     """The copies to do for a chunk: of values to a tensor of the table, and its name."""
     own = table_states(table) if chunk.states else {}

@@ -1,6 +1,7 @@
 """Groups of tables whose rows live on disk, behind host memory and a cache on the device."""
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -512,6 +513,40 @@ class DiskGroup(TieredGroup):
             "load them by torchembed.training.CheckpointFolder, or read and write some rows at "
             "a time by row_chunks and write_rows of torchembed.tables"
         )
+
+    @torch.no_grad()
+    def saved_lines(self) -> Path | None:
+        """A new folder with a checkpoint of all rows that are not as they were at first, as they
+        are now, by their numbers; the caller's to move or remove. None where there are none. Waits
+        for a GPU, and for the disk.
+
+        Raises:
+            Exception: as :meth:`wait_for_lines`.
+            OSError, RowStoreError: where files cannot be written.
+        """
+        self.write_back()
+        if self._are_new is not None:
+            # Under their numbers are lines of the ids that had them before, or none.
+            rows = self._are_new.nonzero().flatten().cpu()
+            for some in rows.split(_MOVED_ROWS) if len(rows) else ():
+                found = self.read_lines(some)
+                self.lines.store.write(some, self.lines.store.layout.packed(found))
+            self._are_new.zero_()
+        return self.lines.store.saved()
+
+    def replace_lines(self, checkpoint: Path | None) -> None:
+        """Take all rows of what :meth:`saved_lines` made for a group of the same tables in place of
+        these; None: all rows are as they were at first. The checkpoint stays as it is.
+
+        Raises:
+            Exception: as :meth:`wait_for_lines`.
+            OSError, ValueError, RowStoreError: as ``RocksDBStore.restore``; nothing is changed.
+        """
+        self.wait_for_lines()
+        self.lines.store.replace(checkpoint)
+        if self._are_new is not None:
+            self._are_new.zero_()
+        self.forget_cached()
 
     def _identities_on_host(self, rows: Tensor) -> RowIdentities | None:
         """:meth:`_identities_of`, on the host, for which it waits."""

@@ -15,7 +15,7 @@ from torchembed.stores.rocksdb_database import import_rocksdict
 from torchembed.tables.tiers.line_layout import LineLayout
 from torchembed.tables.tiers.scratch_folders import ScratchFolder, scratch_folder
 
-TABLE = "rows"
+LINES = "rows"
 """The name of the table of lines in the store."""
 
 
@@ -87,6 +87,32 @@ class LineStore:
         if self._open is not None and len(rows):
             self._open.table.delete(rows)
 
+    def saved(self) -> Path | None:
+        """A new folder beside the database with a checkpoint of it, which is the caller's to move
+        or remove; None where there is no line.
+
+        Raises:
+            OSError, RowStoreError: where files cannot be written.
+        """
+        if self._open is None:
+            return None
+        folder = self.take_folder().new_folder()
+        self._open.store.checkpoint(folder)
+        return folder
+
+    def replace(self, checkpoint: Path | None) -> None:
+        """Take the lines of a checkpoint, which stays as it is, in place of these; None for none.
+
+        Raises:
+            OSError, ValueError, RowStoreError: as ``RocksDBStore.restore``; nothing is changed.
+        """
+        if checkpoint is None:
+            self.clear()
+            return
+        opened = self._open or _OpenStore(self.take_folder(), self.layout.line_bytes)
+        opened.store.restore(checkpoint)
+        self._open = opened
+
     def clear(self) -> None:
         """Delete all lines, with the database."""
         if self._open is not None:
@@ -104,7 +130,7 @@ class _OpenStore:
         self.store, self.folder = store, folder
         self.remove = weakref.finalize(self, _remove, store, folder, os.getpid())
         """Closes the store, and removes its folder."""
-        self.table: RowTable = store.table(TABLE, line_bytes)
+        self.table: RowTable = store.table(LINES, line_bytes)
 
 
 def _remove(store: RocksDBStore, folder: Path, process: int) -> None:
