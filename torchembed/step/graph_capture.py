@@ -36,6 +36,8 @@ def captured_graph(
     except BaseException:
         _clean_up(graph, stream, pool)
         raise
+    # The capture has set the seed of its random numbers on its stream, and a replay sets its own.
+    torch.cuda.current_stream(stream.device).wait_stream(stream)
     return graph
 
 

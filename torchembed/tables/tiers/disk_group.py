@@ -292,7 +292,8 @@ class DiskGroup(TieredGroup):
     def _note_new(self, rows: Tensor, *, are_new: bool) -> None:
         """Note of ``rows [n]``, -1 for none, whether they are new. Never waits for a GPU."""
         assert self._are_new is not None
-        self._are_new[torch.where(rows < 0, self.num_rows, rows).long()] = are_new
+        # By index_fill_: a captured step copies no number of the host.
+        self._are_new.index_fill_(0, torch.where(rows < 0, self.num_rows, rows).long(), are_new)
 
     def _submit(self, moves: RowMoves, identities: RowIdentities | None) -> None:
         """Have lines moved as ``moves`` of places say; where a call is captured, by each replay."""
