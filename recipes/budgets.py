@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, plan_embeddin
 from torchembed.core import ranks
 from torchembed.data import BatchSource
 from torchembed.optim import FusedOptimizer
-from torchembed.sharding import CPU, H200, Host, Placement, Planner, Topology
+from torchembed.sharding import CPU, H200, Host, NodeDisk, Placement, Planner, Topology
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,26 +23,32 @@ class Budgets:
     """Of each rank's device."""
     host_bytes: int
     """Of the host, beside its devices, of all ranks together."""
+    disk: Path | None = None
+    """Folder for rows that neither has room for; without it there is none for them."""
 
     @classmethod
-    def of(cls, device_bytes: int | None, host_bytes: int | None) -> "Budgets | None":
+    def of(
+        cls, device_bytes: int | None, host_bytes: int | None, disk: Path | None
+    ) -> "Budgets | None":
         """The budgets of a run; None for one without.
 
         Raises:
-            ValueError: where one is given and the other is not.
+            ValueError: where a part is given and others that it needs are not.
         """
-        if device_bytes is None and host_bytes is None:
+        given = {"device_bytes": device_bytes, "host_bytes": host_bytes}
+        if disk is None and device_bytes is None and host_bytes is None:
             return None
         if device_bytes is None or host_bytes is None:
+            missing = " and ".join(name for name, value in given.items() if value is None)
             raise ValueError(
-                f"device_bytes and host_bytes must be given together, got {device_bytes} and "
-                f"{host_bytes}; say how much of both tables may take"
+                f"{missing} must be given where another one of device_bytes, host_bytes and disk "
+                "is; say how much memory tables may take"
             )
         if device_bytes < 1:
             raise ValueError(f"device_bytes must be positive, got {device_bytes}")
         if host_bytes < 0:
             raise ValueError(f"host_bytes must not be negative, got {host_bytes}")
-        return cls(device_bytes=device_bytes, host_bytes=host_bytes)
+        return cls(device_bytes=device_bytes, host_bytes=host_bytes, disk=disk)
 
     def planner(
         self,
@@ -61,6 +68,7 @@ class Budgets:
             hardware,
             ranks_per_node=ranks.world_size(),
             host=Host(memory_bytes=self.host_bytes),
+            disk=NodeDisk(path=self.disk),
         )
         # Both budgets are of their own on a CPU, too.
         topology = dataclasses.replace(

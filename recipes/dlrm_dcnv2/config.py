@@ -48,9 +48,11 @@ class DlrmConfig:
     rows; with 0.1 for 10 % of them. Without it all tables live on the devices."""
     device_bytes: int | None = None
     """Place tables by their cost so that they take no more memory of each device; what has no room
-    goes to host memory."""
+    goes to host memory, then to disk."""
     host_bytes: int | None = None
     """Memory of the host that tables may take beside that, of all ranks together."""
+    disk: Path | None = None
+    """Folder for the rows that neither has room for, on a disk of each node."""
     held_out: float = 0.1
     """Part of the rows to hold out where there is one file; else the last file is held out."""
     embedding_dim: int = 128
@@ -144,7 +146,7 @@ class DlrmConfig:
     @property
     def budgets(self) -> Budgets | None:
         """Memory that tables may take; None where nothing is said of it."""
-        return Budgets.of(self.device_bytes, self.host_bytes)
+        return Budgets.of(self.device_bytes, self.host_bytes, self.disk)
 
     @property
     def schedule(self) -> LearningRate:

@@ -17,27 +17,30 @@ MODEL_BYTES = sum(ROWS) * 16 * 4 * 2
 """Of rows and Adagrad's state."""
 
 
-@pytest.mark.parametrize("flags", [[], ["--dynamic"]], ids=str)
+@pytest.mark.parametrize(("flags", "times"), [([], 4), (["--dynamic"], 2)], ids=str)
 def test_losses_are_those_of_tables_on_the_device(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a model larger than what the device has room for, in two passes."""
+    """Of a model of so many times what device and host have room for, in two passes; the ids of
+    dynamic tables are all on the device."""
     expected = lines_of_dlrm(tmp_path / "device", *LARGE, *flags)
     capsys.readouterr()
-    device = ("--device-bytes", MODEL_BYTES // (2 if flags else 4))
-    budgets = (*device, "--host-bytes", 2 * MODEL_BYTES)
-    found = lines_of_dlrm(tmp_path / "host", *LARGE, *flags, *budgets)
-    assert len(re.findall(r"host, [0-9,]+ rows cached", capsys.readouterr().out)) >= 3
+    host = MODEL_BYTES // 10
+    budgets = ("--device-bytes", MODEL_BYTES // times - host, "--host-bytes", host)
+    found = lines_of_dlrm(tmp_path / "disk", *LARGE, *flags, *budgets, "--disk", tmp_path / "rows")
+    plan = capsys.readouterr().out
+    assert len(re.findall(rf"disk {tmp_path}/rows, [0-9,]+ rows in host, ", plan)) >= 3
     without = [{k: v for k, v in line.items() if ".cache" not in k} for line in found]
     assert without == expected
-    with pytest.raises(ValueError, match=r"^tables do not fit: in the best plan found "):
-        lines_of_dlrm(tmp_path / "none", *LARGE, *flags, *device, "--host-bytes", 0)
+    with pytest.raises(ValueError, match=r"^tables do not fit: .*, all hosts "):
+        lines_of_dlrm(tmp_path / "none", *LARGE, *flags, *budgets)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"device_bytes": 5}, "device_bytes and host_bytes must be given together, got 5 and None"),
+        ({"device_bytes": 5}, "host_bytes must be given where another one of device_bytes, "),
+        ({"disk": Path("d")}, "device_bytes and host_bytes must be given where another"),
         ({"device_bytes": 0, "host_bytes": 0}, "device_bytes must be positive, got 0"),
         ({"device_bytes": 1, "host_bytes": -1}, "host_bytes must not be negative, got -1"),
         ({"device_bytes": 1, "host_bytes": 1, "cached": 0.5}, "cached must be left out where"),
