@@ -22,7 +22,7 @@ from torchembed.core.random_bits import GOLDEN, signed64
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import Placement, ShardingPlan, WireTransport, make_plan
 from torchembed.sharding.planning.plan import place_table
-from torchembed.tables import AdmissionPolicy, Eviction, Table
+from torchembed.tables import AdmissionPolicy, Eviction, Storage, Table, read_rows
 
 NUM_STEPS = 5
 SIZES = {"a": (23, 8), "b": (64, 8), "c": (50, 5), "d": (3, 8)}
@@ -64,9 +64,10 @@ class Case:
     missing: str | HashedRows = "zeros"
     """The lookup of ids without a row; "vector": a vector."""
     stored: tuple[str, ...] = ()
-    """Tables whose rows are in host memory."""
+    """Tables whose rows are in ``storage``."""
     planned: tuple[str, ...] = ()
-    """Tables whose rows are in host memory because the plan says so."""
+    """Tables whose rows are there because the plan says so."""
+    storage: Storage = HostMemory(cache_rows=CACHE_ROWS)
     column_ranks: tuple[int, ...] | None = None
     """Which ranks share the columns of column-wise tables; all where None."""
 
@@ -83,7 +84,7 @@ class Case:
                 spec = specs[table.table]
                 table = place_table(table.table, spec, table.placement, self.column_ranks)
             if table.table[-1] in self.planned:
-                table = dataclasses.replace(table, storage=HostMemory(cache_rows=CACHE_ROWS))
+                table = dataclasses.replace(table, storage=self.storage)
             tables.append(table)
         return dataclasses.replace(plan, tables=tuple(tables))
 
@@ -121,7 +122,7 @@ def make_model(case: Case, device: str | torch.device = "cpu") -> nn.Module:
                 feature_names=USERS[name],
                 dtype=case.dtype,
                 dynamic=policies if is_dynamic else None,
-                storage=HostMemory(cache_rows=CACHE_ROWS) if name in case.stored else None,
+                storage=case.storage if name in case.stored else None,
                 **({"pooling": torchembed.Pooling.MEAN} if mean else {}),
             )
         )
@@ -258,9 +259,8 @@ def held_rows(model: nn.Module) -> dict[str, tuple[Any, Any, list[Any]]]:
     for table in model.tables._local.values():
         if table.spec.num_ids is None:
             continue
-        state = [table.group.table_rows(s, table).cpu().numpy() for s in table.group.stored_states]
-        parameter = table.parameter.detach().float().cpu().numpy()
-        rows[table.spec.name] = (extent(table), parameter, state)
+        weight, state = rows_of(table)
+        rows[table.spec.name] = (extent(table), weight.numpy(), [s.numpy() for s in state])
     return rows
 
 
@@ -270,17 +270,20 @@ def held_ids(model: nn.Module) -> dict[str, tuple[slice, dict[int, Any]]]:
     found = {}
     for table in model.tables.table_set.tables:
         if table.spec.num_ids is None:
-            contents, group = table.index_contents(), table.group
-            tensors = [
-                table.parameter.detach(),
-                *(group.table_rows(s, table) for s in group.states),
-            ]
+            contents, (weight, states) = table.index_contents(), rows_of(table)
+            tensors = [weight, *states]
             of_ids = {
                 int(contents["ids"][row]): (row, *(t[row].float().cpu().numpy() for t in tensors))
                 for row in contents["digests"].nonzero().flatten().tolist()
             }
             found[table.spec.name] = (extent(table)[1], of_ids)
     return found
+
+
+def rows_of(table: Table) -> tuple[Tensor, list[Tensor]]:
+    """All rows of ``table``, as float32, and their optimizer states; on the CPU."""
+    chunk = read_rows(table, range(table.first_row, table.first_row + table.num_rows))
+    return chunk.rows.detach().float().cpu(), [s.float().cpu() for s in chunk.states.values()]
 
 
 def extent(table: Table) -> tuple[slice, slice]:

@@ -23,7 +23,7 @@ from torchembed.sharding.planning.table_use import TableUse
 from torchembed.sharding.planning.topology import Topology
 from torchembed.sharding.transport.table_ranks import flat_mesh, num_nodes
 from torchembed.sharding.wire import WirePrecision, WireTransport
-from torchembed.tables import Disk, TableSpec
+from torchembed.tables import TableSpec
 
 
 def table_specs(model: nn.Module) -> dict[str, TableSpec]:
@@ -251,11 +251,6 @@ def checked_plan(
             raise ValueError(
                 f"plan's storage of table {given.table} must be {spec.storage}, as the model says, "
                 f"got {given.storage}; make the plan for this model, or change the model"
-            )
-        if isinstance(given.storage, Disk):
-            raise ValueError(
-                f"storage of table {given.table} must be HostMemory or None to be sharded, got "
-                f"{given.storage}"
             )
         spec = dataclasses.replace(spec, storage=given.storage)
         made = place_table(given.table, spec, given.placement, ranks)

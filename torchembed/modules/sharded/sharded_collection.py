@@ -19,6 +19,7 @@ from torchembed.modules.fetched_rows import submit_nothing_refused
 from torchembed.modules.inside_ddp import DenseOwner
 from torchembed.modules.lookup_stages import B, R, V
 from torchembed.modules.sharded.checked_ids import IdChecks
+from torchembed.modules.sharded.taken_rows import check_untrained, take_rows
 from torchembed.modules.slots import Slots
 from torchembed.modules.staged_collection import StagedCollection
 from torchembed.modules.table_module import TableWeight
@@ -185,11 +186,12 @@ class ShardedCollection(StagedCollection[B, R, V]):
         keys = [description.lookup_keys[number] for number in local]
         table_set = TableSet(local.values(), keys, device)
         for number, table in local.items():
+            check_untrained(tables[number])
             whole = tables[number].parameter
             table.parameter.requires_grad_(whole.requires_grad)
             # A dynamic table has no rows yet, and gets their values with their ids.
             if not whole.is_meta and not plans[number].takes_any_id:
-                table.parameter.data.copy_(local_part(whole.data, table))
+                take_rows(table, local_part(whole.data, table))
         names = [table.spec.name for table in local.values()]
         held = HeldTables(table_set, tuple(local), tuple(names))
         made = cls(description, plans, ranks, held, device)

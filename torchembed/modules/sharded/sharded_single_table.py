@@ -22,6 +22,7 @@ from torchembed.modules.sharded.lookup_of_modules import (
     ModuleTable,
 )
 from torchembed.modules.sharded.sharded_collection import local_table
+from torchembed.modules.sharded.taken_rows import check_untrained, take_rows
 from torchembed.modules.single_table import SingleTable
 from torchembed.ops.eager_lookup import bags_of_positions, max_of_bags
 from torchembed.ops.row_gradients import WeightGradient
@@ -166,9 +167,10 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
     def _take_rows(self, source: SingleTable, table: Table) -> None:
         """This rank's rows of ``source``; on the meta device it has none, and they are new. Those
         of a dynamic table get their values with their ids."""
+        check_untrained(source.table_set.tables[0])
         with torch.no_grad():
             if not source.weight.is_meta and source.dynamic is None:
-                table.parameter.copy_(local_part(source.weight.detach(), table))
+                take_rows(table, local_part(source.weight.detach(), table))
         table.parameter.requires_grad_(source.weight.requires_grad)
         self._table_set.form_groups()
 
