@@ -149,7 +149,8 @@ def test_a_run_that_was_killed_within_a_day_goes_on(tmp_path: Path) -> None:
 def test_what_cannot_be_trained_daily_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data must name a folder of days to be trained daily"):
         DlrmConfig(daily=True)
-    for name, value in (("epochs", 2), ("evaluate_every", 5), ("mlperf_log", "open")):
+    wrong: list[tuple[str, Any]] = [("epochs", 2), ("evaluate_every", 5), ("mlperf_log", "open")]
+    for name, value in wrong:
         with pytest.raises(ValueError, match=f"{name} must be left out where days .* got {value}"):
             DlrmConfig(daily=True, data=tmp_path, **{name: value})
     write_day(tmp_path, 0)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
+from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.forward_admission import admission_in_forward, admits_in_forward
 from torchembed.modules.lookup_stages import (
     Admitted,
@@ -55,6 +56,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
     """Columns in memory before the pooled vectors; :class:`~torchembed.EmbeddingBagCollection`
     says what they are for."""
 
+    _configs: list[EmbeddingConfig]
     _output_dtype: torch.dtype
     _casts_vectors = False
     """True if what casts the module also casts the vectors that it gives."""
@@ -62,6 +64,11 @@ class StagedCollection(TableModule, Generic[B, R, V]):
     _reusable: "Sequence[_Reusable[R, V]]" = ()
     slots_of_whole: Sequence[int] = ()
     """The slots of :attr:`whole` that this one looks up, where it is another one."""
+
+    @property
+    def features_of_tables(self) -> dict[str, tuple[str, ...]]:
+        """The features that look up each table, by its name; the same on all ranks."""
+        return {config.name: tuple(config.feature_names) for config in self._configs}
 
     def __init__(self) -> None:
         super().__init__()

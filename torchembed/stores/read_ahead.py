@@ -67,6 +67,8 @@ class ReadAheadTable:
         self._table = table
         self._buffer = _Buffer(table, buffer_bytes // table.line_bytes)
         self._thread: threading.Thread | None = None
+        # Held while the thread is started or ended.
+        self._thread_lock = threading.Lock()
         # Held over each change of the table and the buffer, so that both see the same last one.
         self._write_lock = threading.Lock()
         weakref.finalize(self, self._buffer.stop)
@@ -98,7 +100,7 @@ class ReadAheadTable:
         check_keys(keys)
         unique = np.unique(keys.numpy())
         buffer = self._buffer
-        with buffer.changed:
+        with self._thread_lock, buffer.changed:
             buffer.raise_failure()
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -166,11 +168,13 @@ class ReadAheadTable:
     def close(self) -> None:
         """End the thread, once the lines that it is reading are there, and empty the buffer. The
         table stays open, and a later announcement starts another thread."""
-        self._buffer.stop()
-        if self._thread is not None:
-            self._thread.join()
+        with self._thread_lock:
+            self._buffer.stop()
+            # What holds this may be collected in the thread itself.
+            if self._thread not in (None, threading.current_thread()):
+                self._thread.join()
             self._thread = None
-        self._buffer.clear()
+            self._buffer.clear()
 
 
 class _Buffer:
@@ -288,6 +292,7 @@ class _Buffer:
             with self.changed:
                 piece = self._next_piece()
                 while piece is None and not self.is_stopped:
+                    self.changed.notify_all()
                     self.changed.wait()
                     piece = self._next_piece()
                 if self.is_stopped or piece is None:

@@ -14,6 +14,7 @@ from torchembed.step.step_result import StepResult
 from torchembed.training.affinity import stay_near
 from torchembed.training.batches import in_step
 from torchembed.training.buffers import average_buffers
+from torchembed.training.disk_read_ahead import DiskReadAhead
 from torchembed.training.early_stop import EarlyStop
 from torchembed.training.epochs import Epochs
 from torchembed.training.evaluate import Evaluation, evaluate
@@ -28,6 +29,7 @@ from torchembed.training.train import train
 __all__ = [
     "BatchLoss",
     "CheckpointFolder",
+    "DiskReadAhead",
     "EarlyStop",
     "Epochs",
     "Evaluation",

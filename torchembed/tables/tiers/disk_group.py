@@ -32,7 +32,7 @@ from torchembed.tables.tiers.line_moves import (
     RecordedMoves,
     recorded_moves,
 )
-from torchembed.tables.tiers.line_store import LineStore
+from torchembed.tables.tiers.line_store import AnnouncedLines, LineStore
 from torchembed.tables.tiers.meta_rows import rows_may_be_meta
 from torchembed.tables.tiers.tiered_group import FetchedRows, TieredGroup
 
@@ -344,8 +344,30 @@ class DiskGroup(TieredGroup):
         self._mover.wait()
 
     def stop_thread(self) -> None:
-        """End the thread that moves lines, which begins anew where it is needed."""
+        """End the threads that move lines and read them ahead, which begin anew where they are
+        needed."""
         self._mover.stop()
+        self.lines.store.stop_reading_ahead()
+
+    def read_ahead(self, rows: Tensor, buffer_bytes: int) -> AnnouncedLines | None:
+        """Have the lines of rows read ahead that are not in host memory, for batches to come. Any
+        thread may call it; it waits while lines are written.
+
+        Args:
+            rows: int64 ``[n]`` on the CPU.
+            buffer_bytes: as of :meth:`LineStore.announce`.
+
+        Returns:
+            What was announced, to be retired; None where no row was ever written to the disk.
+
+        Raises:
+            Exception: what reading ahead failed with before.
+        """
+        lines = self.lines
+        if lines.store.is_empty:
+            return None
+        absent = lines.held.absent(rows.numpy(), self.num_rows)
+        return lines.store.announce(absent, buffer_bytes)
 
     @torch.no_grad()
     def fetch_refused(self, fetched: FetchedRows) -> Tensor:
@@ -432,6 +454,7 @@ class DiskGroup(TieredGroup):
         places = is_used.nonzero().flatten()
         rows = host.row_of_slot[places]
         identities = self._identities_on_host(rows)
+        self.lines.held.forget()
         self.lines.load(places.cpu(), rows.cpu(), identities)
 
     def read_lines(self, rows: Tensor, *, with_states: bool = True) -> list[Tensor]:

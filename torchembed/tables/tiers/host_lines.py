@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchembed.tables.tiers.held_rows import HeldRows
 from torchembed.tables.tiers.initial_lines import InitialLines, RowIdentities
 from torchembed.tables.tiers.line_moves import MovedLines
 from torchembed.tables.tiers.line_store import LineStore
@@ -19,10 +20,14 @@ class HostLines:
         tensors: a weight ``[H, D]`` and its states, in the memory of the host.
         store: of their lines.
         initial: makes the rows that have none.
+
+    Attributes:
+        held: the rows that are at places, as far as the host knows.
     """
 
     def __init__(self, tensors: Sequence[Tensor], store: LineStore, initial: InitialLines) -> None:
         self.tensors, self.store, self.initial = list(tensors), store, initial
+        self.held = HeldRows(len(tensors[0]))
 
     @torch.no_grad()
     def move(self, moves: MovedLines) -> None:
@@ -42,6 +47,7 @@ class HostLines:
         Args:
             identities: of the rows of dynamic tables.
         """
+        self.held.note(places, rows)
         self._read(self.tensors, places, rows, identities)
 
     @torch.no_grad()

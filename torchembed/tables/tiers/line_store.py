@@ -3,13 +3,16 @@
 import contextlib
 import os
 import shutil
+import threading
 import weakref
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchembed.stores import RocksDBStore, RowStoreError, RowTable
+from torchembed.stores import ReadAheadTable, RocksDBStore, RowStoreError, RowTable
 from torchembed.stores.arguments import MAX_WRITE_BYTES
 from torchembed.stores.rocksdb_database import import_rocksdict
 from torchembed.tables.tiers.line_layout import LineLayout
@@ -17,6 +20,17 @@ from torchembed.tables.tiers.scratch_folders import ScratchFolder, scratch_folde
 
 LINES = "rows"
 """The name of the table of lines in the store."""
+
+
+class AnnouncedLines(NamedTuple):
+    """Lines that are to be read ahead."""
+
+    table: ReadAheadTable
+    number: int
+
+    def retire(self) -> None:
+        """Let go of them, and of those that were announced before."""
+        self.table.retire(self.number)
 
 
 class LineStore:
@@ -80,12 +94,37 @@ class LineStore:
         # A store takes so many bytes at once.
         step = max(MAX_WRITE_BYTES // self.layout.line_bytes, 1)
         for some_rows, some_lines in zip(rows.split(step), lines.split(step), strict=True):
-            self._open.table.write(some_rows, some_lines)
+            with self._open.lock:
+                self._open.table.write(some_rows, some_lines)
 
     def delete(self, rows: Tensor) -> None:
         """Delete the lines of ``rows``."""
         if self._open is not None and len(rows):
-            self._open.table.delete(rows)
+            with self._open.lock:
+                self._open.table.delete(rows)
+
+    def announce(self, rows: np.ndarray, buffer_bytes: int) -> AnnouncedLines | None:
+        """Have the lines of ``rows``, int64 ``[n]``, read ahead on a thread. Any thread may call
+        it; it waits while lines are written.
+
+        Args:
+            buffer_bytes: of host memory for lines that were read and not asked for yet; that of the
+                first call counts.
+
+        Returns:
+            What was announced, to be retired; None where there are no lines.
+
+        Raises:
+            Exception: what reading ahead failed with before.
+        """
+        opened = self._open
+        return None if opened is None else opened.announce(rows, buffer_bytes)
+
+    def stop_reading_ahead(self) -> None:
+        """Forget what was announced and read ahead, and end the thread; a further announcement
+        begins it anew."""
+        if self._open is not None:
+            self._open.stop_reading_ahead()
 
     def saved(self) -> Path | None:
         """A new folder beside the database with a checkpoint of it, which is the caller's to move
@@ -110,13 +149,16 @@ class LineStore:
             self.clear()
             return
         opened = self._open or _OpenStore(self.take_folder(), self.layout.line_bytes)
-        opened.store.restore(checkpoint)
+        with opened.lock:
+            opened.stop_reading_ahead()
+            opened.store.restore(checkpoint)
         self._open = opened
 
     def clear(self) -> None:
         """Delete all lines, with the database."""
         if self._open is not None:
-            self._open.remove()
+            with self._open.lock:
+                self._open.remove()
             self._open = None
 
 
@@ -128,12 +170,35 @@ class _OpenStore:
         folder = scratch.new_folder()
         store = RocksDBStore(folder)
         self.store, self.folder = store, folder
-        self.remove = weakref.finalize(self, _remove, store, folder, os.getpid())
+        self._ahead: list[ReadAheadTable] = []
+        """The table once lines are read ahead, alone."""
+        self.remove = weakref.finalize(self, _remove, store, folder, os.getpid(), self._ahead)
         """Closes the store, and removes its folder."""
         self.table: RowTable = store.table(LINES, line_bytes)
+        self.lock = threading.Lock()
+        """Held while lines change, and are announced: what reads ahead must know of every change,
+        and not read while the database is replaced."""
+
+    def announce(self, rows: np.ndarray, buffer_bytes: int) -> AnnouncedLines | None:
+        with self.lock:
+            if not self.remove.alive:
+                return None
+            if not self._ahead:
+                size = max(buffer_bytes, self.table.line_bytes)
+                self._ahead.append(ReadAheadTable(self.table, size))
+                self.table = self._ahead[0]
+            (ahead,) = self._ahead
+            return AnnouncedLines(ahead, ahead.announce(torch.from_numpy(rows)))
+
+    def stop_reading_ahead(self) -> None:
+        for ahead in self._ahead:
+            ahead.close()
 
 
-def _remove(store: RocksDBStore, folder: Path, process: int) -> None:
+def _remove(store: RocksDBStore, folder: Path, process: int, ahead: list[ReadAheadTable]) -> None:
+    if os.getpid() == process:
+        for table in ahead:
+            table.close()
     # Closing writes what is in memory, which nobody wants any more, nor can where the disk is gone.
     with contextlib.suppress(OSError, RowStoreError):
         store.close()

@@ -1,0 +1,202 @@
+"""Rows on disk that are read ahead for batches to come: training is the same."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.disk_tables import (
+    LOSS,
+    NUM_IDS,
+    StoredRanker,
+    assert_same_tables,
+    batches,
+    disk_groups_of,
+    most_rows,
+    optimizers_of,
+    train_by_hand,
+)
+from torchembed import Disk, Dynamic, EmbeddingBag
+from torchembed.data import BackgroundLoader, Batch
+from torchembed.stores import ReadAheadCounts, ReadAheadTable
+from torchembed.tables import DiskGroup
+from torchembed.tables.tiers.line_layout import LineLayout
+from torchembed.tables.tiers.line_store import LineStore
+from torchembed.training import DiskReadAhead, TrainPipeline, train
+
+NUM_STEPS, NUM_BEFORE = 20, 8
+
+
+def table_of(group: DiskGroup) -> ReadAheadTable:
+    table = group.lines.store.table
+    assert isinstance(table, ReadAheadTable)
+    return table
+
+
+def counts_of(model: nn.Module) -> list[ReadAheadCounts]:
+    """What was read of each group that has rows on disk."""
+    groups = [g for g in disk_groups_of(model) if not g.lines.store.is_empty]
+    return [table_of(group).counts for group in groups]
+
+
+def wait_until_read(table: ReadAheadTable) -> None:
+    buffer = table._buffer
+    with buffer.changed:
+        assert buffer.changed.wait_for(
+            lambda: not buffer.announced and not buffer._reading, timeout=60
+        )
+
+
+def trained(
+    model: StoredRanker, first: list[Batch], rest: list[Batch], num_ahead: int, *, capture: bool
+) -> list[ReadAheadCounts]:
+    """Train on ``first``, which brings rows to the disk, and then on the ``rest``."""
+    threads = set(threading.enumerate())
+    pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device="cpu", capture=capture)
+    with pipeline, DiskReadAhead(model, buffer_bytes=5000) as ahead:
+        train(pipeline, BackgroundLoader(first, announce=ahead))
+        train(pipeline, BackgroundLoader(rest, num_ahead=num_ahead, announce=ahead))
+        ahead.wait()
+    assert set(threading.enumerate()) == threads
+    return counts_of(model)
+
+
+@pytest.mark.parametrize("dynamic", [None, Dynamic()], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("form", "num_ahead", "capture"),
+    [("fixed", 1, False), ("fixed", 1000, True), ("mixed", 3, True), ("jagged", 1000, True)],
+)
+def test_training_is_the_same(
+    tmp_path: Path, form: str, num_ahead: int, capture: bool, dynamic: Dynamic | None
+) -> None:
+    of = batches(form, NUM_STEPS)
+    expected = StoredRanker(None, dynamic=dynamic)
+    first, rest = of[:NUM_BEFORE], of[NUM_BEFORE:]
+    train_by_hand(expected, of)
+    most = -(-most_rows(of) // 2)
+    model = StoredRanker(Disk(path=tmp_path, cache_rows=most, host_rows=2 * most), dynamic=dynamic)
+    counts = trained(model, first, rest, num_ahead, capture=capture)
+    assert_same_tables(model, expected)
+    assert sum(of_group.rows_ahead for of_group in counts) > 0
+
+
+def test_no_row_that_was_announced_is_read_late(tmp_path: Path) -> None:
+    model = StoredRanker(Disk(path=tmp_path, cache_rows=NUM_IDS, host_rows=NUM_IDS))
+    of, optimizers = batches("fixed", NUM_STEPS), optimizers_of(model)
+    pipeline = TrainPipeline(model, LOSS, optimizers, device="cpu", capture=True)
+    with pipeline, DiskReadAhead(model) as ahead:
+        train(pipeline, of[:10])
+        for group in disk_groups_of(model):
+            group.write_back()
+            group.forget_cached()
+        numbers = [ahead.announce(batch) for batch in of]
+        assert numbers == list(range(1, NUM_STEPS + 1))
+        ahead.wait()
+        for group in disk_groups_of(model):
+            wait_until_read(table_of(group))
+        before = counts_of(model)
+        train(pipeline, of)
+        for group, (rows_ahead, *_), now in zip(
+            disk_groups_of(model), before, counts_of(model), strict=True
+        ):
+            used = torch.cat([table_rows(group, batch) for batch in of]).unique()
+            assert now == (rows_ahead, len(used), 0)
+            assert rows_ahead == len(used)
+        # Rows that are in host memory are not read again.
+        ahead.announce(of[0])
+        ahead.wait()
+        for group in disk_groups_of(model):
+            wait_until_read(table_of(group))
+        assert [c.rows_ahead for c in counts_of(model)] == [c.rows_ahead for c in before]
+        ahead.retire(numbers[-1])
+        ahead.wait()
+
+
+def table_rows(group: DiskGroup, batch: Batch) -> torch.Tensor:
+    """The rows of a group that a batch of fixed hotness looks up."""
+    ids = dict(zip(batch.sparse.keys, batch.sparse.values.split([16, 8, 24]), strict=True))
+    found = []
+    for table in group.tables:
+        features = {"a": "ac", "b": "b", "d": "b"}[table.spec.name]
+        found += [ids[feature] + group.first_row_of(table) for feature in features]
+    return torch.cat(found)
+
+
+def test_a_restored_database_gives_nothing_that_was_read_before(tmp_path: Path) -> None:
+    layout = LineLayout([torch.empty(0, 3)])
+    store, rows = LineStore(tmp_path / "rows", layout), torch.arange(5)
+    assert store.announce(rows.numpy(), 1000) is None
+    old, new = (layout.packed([torch.full((5, 3), value)]) for value in (1.0, 2.0))
+    store.write(rows, old)
+    saved = store.saved()
+    store.write(rows, new)
+    assert store.announce(rows.numpy(), 1000) is not None
+    assert isinstance(store.table, ReadAheadTable)
+    wait_until_read(store.table)
+    assert torch.equal(store.read(rows[:2])[0], new[:2])
+    store.replace(saved)
+    assert torch.equal(store.read(rows)[0], old)
+    assert store.announce(rows.numpy(), 1000) is not None
+    wait_until_read(store.table)
+    store.clear()
+    assert store.announce(rows.numpy(), 1000) is None
+    assert not any("to come" in thread.name for thread in threading.enumerate())
+
+
+def test_the_ids_of_a_pass_are_announced_by_the_name_of_their_table(tmp_path: Path) -> None:
+    model = StoredRanker(Disk(path=tmp_path, cache_rows=NUM_IDS, host_rows=NUM_IDS))
+    train_by_hand(model, batches("fixed", 3))
+    name, group = "bags.embedding_bags.b.weight", disk_groups_of(model)[0]
+    group.write_back()
+    group.forget_cached()
+    with DiskReadAhead(model) as ahead:
+        ids = torch.arange(NUM_IDS + 7, dtype=torch.int32)  # of which seven are no rows
+        assert ahead.announce_ids(name, ids) == 1
+        ahead.wait()
+        wait_until_read(table_of(group))
+        assert sorted(table_of(group)._buffer._slots) == list(range(NUM_IDS, 2 * NUM_IDS))
+        with pytest.raises(ValueError, match=r"name must be that of .* on disk, .*got 'dense.0.w"):
+            ahead.announce_ids("dense.0.weight", ids)
+
+
+def test_a_failure_is_raised_by_the_next_announcement(tmp_path: Path) -> None:
+    model = StoredRanker(Disk(path=tmp_path, cache_rows=NUM_IDS, host_rows=NUM_IDS))
+    train_by_hand(model, batches("fixed", 3))
+    for group in disk_groups_of(model):
+        group.write_back()
+        group.forget_cached()
+        assert group.lines.store._open is not None
+        group.lines.store._open.store.close()
+    ahead, of = DiskReadAhead(model), batches("fixed", 1)[0]
+    ahead.announce(of)
+    ahead.wait()
+    for group in disk_groups_of(model):
+        buffer = table_of(group)._buffer
+        with buffer.changed:
+            assert buffer.changed.wait_for(lambda b=buffer: b._failure is not None, timeout=60)
+    ahead.announce(of)
+    with pytest.raises(RuntimeError, match="closed"):
+        ahead.wait()
+    ahead.close()
+
+
+def test_models_without_tables_on_disk_announce_nothing() -> None:
+    model = nn.Sequential(EmbeddingBag(10, 2))
+    with DiskReadAhead(model) as ahead:
+        assert ahead.announce(batches("fixed", 1)[0]) == 1
+        ahead.retire(1)
+        assert not any("to come" in thread.name for thread in threading.enumerate())
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    model = EmbeddingBag(10, 2)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
+        DiskReadAhead(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="buffer_bytes must be positive, got 0"):
+        DiskReadAhead(model, buffer_bytes=0)
+    with pytest.raises(TypeError, match=r"buffer_bytes must be an int, got 1\.5"):
+        DiskReadAhead(model, buffer_bytes=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="announce must be a DiskReadAhead or None, got 5"):
+        BackgroundLoader([], announce=5)  # type: ignore[arg-type]
