@@ -1,6 +1,5 @@
 """Checkpoints of runs with tables on disk."""
 
-import functools
 import os
 import pickle
 import shutil
@@ -10,21 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tests.support.disk_runs import new_run, rows_of, storage_of, trained
 from tests.support.tiny_model import KEYS, TinyModel, fixed_batches, make_optimizers
-from torchembed import Disk, Dynamic, EmbeddingBag, EmbeddingBagConfig, HostMemory
+from torchembed import Dynamic, EmbeddingBag, EmbeddingBagConfig
 from torchembed.checkpoints import model_rows
 from torchembed.optim import Adagrad
 from torchembed.stores import CorruptStoreError
-from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline, train
+from torchembed.training import CheckpointFolder, TrainingRun
 
 NUM_BATCHES, NUM_SAVED = 12, 7
-PIPELINE = functools.partial(
-    TrainPipeline, loss_fn=F.binary_cross_entropy_with_logits, device=torch.device("cpu")
-)
 CASES = [
     ("disk", "disk", torch.bfloat16),
     ("disk", "small disk", torch.float32),
@@ -33,55 +29,6 @@ CASES = [
     ("device", "disk", torch.float32),
     ("host", "small disk", torch.bfloat16),
 ]
-
-
-def storage_of(place: str, folder: Path) -> HostMemory | Disk | None:
-    folder.mkdir(exist_ok=True)
-    return {
-        "device": None,
-        "host": HostMemory(cache_rows=60),
-        "small disk": Disk(path=folder, host_rows=62, cache_rows=60),
-        "disk": Disk(path=folder, host_rows=99, cache_rows=80),
-    }[place]
-
-
-def new_run(
-    place: str, folder: Path, dynamic: Dynamic | None, dtype: torch.dtype = torch.float32
-) -> TrainingRun:
-    def config(*, num_embeddings: int, **others: Any) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(
-            num_embeddings=num_embeddings if dynamic is None else 40,
-            dynamic=dynamic,
-            dtype=dtype,
-            storage=storage_of(place, folder),
-            **others,
-        )
-
-    model = TinyModel(is_deep=True, config=config)
-    return TrainingRun(model=model, optimizers=make_optimizers(model))
-
-
-def trained(run: TrainingRun, batches: list[Any]) -> TrainingRun:
-    train(PIPELINE(run.model, optimizers=run.optimizers, capture=True), batches)
-    return run
-
-
-def rows_of(run: TrainingRun) -> dict[str, Tensor]:
-    """All rows, states, ids, scores and last uses of the tables, in the order of ids."""
-    found = {}
-    for key in KEYS:
-        name = f"tables.embedding_bags.{key}.weight"
-        chunks = list(model_rows(run.model, name))
-        keys = torch.cat([chunk.keys for chunk in chunks])
-        order = keys.argsort()
-        parts = {"keys": keys[order]}
-        parts["rows"] = torch.cat([chunk.rows for chunk in chunks])[order]
-        for state in chunks[0].states:
-            parts[state] = torch.cat([chunk.states[state] for chunk in chunks])[order]
-        if chunks[0].touched is not None:
-            parts["touched"] = torch.cat([chunk.touched for chunk in chunks])[order]
-        found |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
-    return found
 
 
 def assert_equal_runs(one: TrainingRun, other: TrainingRun) -> None:

@@ -1,15 +1,14 @@
 """Runs with tables on disk that are killed, and go on from their last checkpoint."""
 
 import json
-import os
 import random
 from pathlib import Path
 
 from tests.support.killed_run import Launcher
 from torchembed.training import CheckpointFolder
 
-NUM_KILLS = int(os.environ.get("TORCHEMBED_TEST_KILLS", "4"))
-NUM_RANKS, NUM_STEPS, SAVE_EVERY = 1, 24, 2
+NUM_KILLS = 4
+NUM_RANKS, NUM_STEPS, SAVE_EVERY = 1, 12 * NUM_KILLS, 2
 LIMIT_SECONDS = 240.0
 
 

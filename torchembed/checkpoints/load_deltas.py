@@ -24,7 +24,15 @@ from torchembed.checkpoints.row_folder import open_rows
 from torchembed.checkpoints.tensor_file import open_safetensors
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import raise_on_all_ranks
-from torchembed.tables import HashIndex, Table, clear_ids, erase_ids, table_of
+from torchembed.tables import (
+    HashIndex,
+    Table,
+    clear_ids,
+    erase_ids,
+    meta_rows_in_state_dicts,
+    table_of,
+    write_numbered_rows,
+)
 
 
 @torch.no_grad()
@@ -142,10 +150,7 @@ def _load_shared(name: str, table: Table | None, shared: Tensor) -> None:
     place, num_shares = table.id_share
     of_part = parts[place] if len(parts) == num_shares else parts.double().mean(0)
     columns = slice(table.first_column, table.first_column + table.num_columns)
-    table.group.write_back()
-    own = table.parameter.data[first:]
-    own.copy_(of_part[:, columns])
-    table.group.forget_cached()
+    write_numbered_rows(table, torch.arange(first, table.num_rows), of_part[:, columns], {})
 
 
 def _load_rest(model: nn.Module, file: Path, export: Description, what: str) -> None:
@@ -159,7 +164,8 @@ def _load_rest(model: nn.Module, file: Path, export: Description, what: str) -> 
     static = {name for of_rank in ranks.gather_objects(static) for name in of_rank}
 
     def copy() -> None:
-        state = model.state_dict(keep_vars=True)
+        with meta_rows_in_state_dicts():
+            state = model.state_dict(keep_vars=True)
         own = {n: t for n, t in state.items() if isinstance(t, Tensor) and n not in static}
         own = {n: t for n, t in own.items() if not is_of_tables(n, export.tables)}
         if own.keys() != found.keys() - static:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchembed.core import ranks
-from torchembed.tables import read_rows, row_ranges, table_of
+from torchembed.tables import meta_rows_in_state_dicts, read_rows, row_ranges, table_of
 
 
 class Shard(NamedTuple):
@@ -57,7 +57,9 @@ class ModelShards:
     def __init__(self, model: nn.Module) -> None:
         ranks.check_cpu_backend()
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        state = {k: value for k, value in model.state_dict().items() if isinstance(value, Tensor)}
+        with meta_rows_in_state_dicts():
+            named = model.state_dict()
+        state = {name: value for name, value in named.items() if isinstance(value, Tensor)}
         self._planner.set_up_planner(
             state_dict=state, storage_meta=None, is_coordinator=ranks.rank() == 0
         )

@@ -444,6 +444,13 @@ class TableGroup:
         for state in self.stored_states:
             self.table_rows(state, table).fill_(self.initial_state)
 
+    def read_weight(self, rows: Tensor) -> Tensor:
+        """A copy ``[n, D]`` on the CPU of ``rows``, int64 ``[n]``, of the group, wherever they are.
+        Waits for a GPU, and for the disk."""
+        self.write_back()
+        stored = self.stored_weight.detach()
+        return stored[rows.to(stored.device)].cpu()
+
     def check_whole(self, what: str) -> None:
         """Raise ``TypeError`` where the tables have no tensor of all their rows, for ``what`` needs
         one."""

@@ -160,17 +160,15 @@ def _table_delta(table: Table, now: TableMark, since: TableMark | None) -> Table
     slots = SlotRange(number, table.group.first_row_of(table), table.num_rows)
     changed = export_keys(state, slots, slots.of(state.touched) >= since.epoch)
     num_changed = int(changed.num_keys)
-    rows = changed.slots[:num_changed] - slots.first_slot
-    table.group.write_back()
-    rows = rows.to(table.parameter.device)
+    shared = torch.arange(index.capacity(number), table.num_rows) + slots.first_slot
     gone = _gone(index, number, log.since(since.num_deletions, now.num_deletions))
     return TableDelta(
         ids=changed.keys[:num_changed].cpu(),
-        rows=table.parameter.data[rows].cpu(),
+        rows=table.group.read_weight(changed.slots[:num_changed]),
         deleted_ids=gone.ids.cpu(),
         deleted_epochs=gone.epochs.cpu(),
         deletion_reasons=gone.reasons.cpu(),
-        shared_rows=table.parameter.data[index.capacity(number) :].cpu().clone(),
+        shared_rows=table.group.read_weight(shared),
     )
 
 

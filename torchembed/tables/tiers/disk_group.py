@@ -468,6 +468,10 @@ class DiskGroup(TieredGroup):
         identities = self._identities_on_host(rows.to(self.device))
         return self.lines.read(rows, identities, None if with_states else 1)
 
+    def read_weight(self, rows: Tensor) -> Tensor:
+        self.write_back()
+        return self.read_lines(rows.cpu(), with_states=False)[0]
+
     @torch.no_grad()
     def write_lines(self, rows: Tensor, values: Sequence[Tensor | None]) -> None:
         """Write rows on disk, after :meth:`write_back`, and forget what the cache and host memory
@@ -552,7 +556,7 @@ class DiskGroup(TieredGroup):
         if self._are_new is not None:
             # Under their numbers are lines of the ids that had them before, or none.
             rows = self._are_new.nonzero().flatten().cpu()
-            for some in rows.split(_MOVED_ROWS) if len(rows) else ():
+            for some in rows.split(_MOVED_ROWS):
                 found = self.read_lines(some)
                 self.lines.store.write(some, self.lines.store.layout.packed(found))
             self._are_new.zero_()

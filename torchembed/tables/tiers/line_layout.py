@@ -53,4 +53,4 @@ class LineLayout:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The rows of ``tensor [n, ...]`` as bytes ``[n, bytes]``, a view."""
-    return tensor.reshape(len(tensor), -1).view(torch.uint8)
+    return tensor.reshape(len(tensor), tensor.shape[1:].numel()).view(torch.uint8)
