@@ -15,9 +15,16 @@ import torchembed
 from tests.support.lanes import picked_kernel
 from tests.support.tape import taped_captures
 from tests.support.tiny_training import results_of
-from torchembed import CacheStatistics, EmbeddingBagCollection, EmbeddingBagConfig, HostMemory
+from torchembed import (
+    CacheStatistics,
+    Disk,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    HostMemory,
+)
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.data import Batch
+from torchembed.tables import Storage
 from torchembed.training import History, MetricsWriter, TrainPipeline, read_metrics, train
 
 CPU = torch.device("cpu")
@@ -28,8 +35,9 @@ LINE_BYTES = 4 * 4 + 4
 class Scores(nn.Module):
     """A score from the ids of two tables that share a cache, and of one on the device."""
 
-    def __init__(self, cache_rows: int) -> None:
+    def __init__(self, cache_rows: int = 0, *, storage: Storage | None = None) -> None:
         super().__init__()
+        storage = storage or HostMemory(cache_rows=cache_rows)
         torch.manual_seed(0)
         self.users = EmbeddingBagCollection(
             [
@@ -38,9 +46,9 @@ class Scores(nn.Module):
                     num_embeddings=16,
                     embedding_dim=4,
                     feature_names=(name,),
-                    storage=None if rows is None else HostMemory(cache_rows=rows),
+                    storage=of_table,
                 )
-                for name, rows in (("a", cache_rows), ("b", cache_rows), ("c", None))
+                for name, of_table in (("a", storage), ("b", storage), ("c", None))
             ]
         )
 
@@ -134,6 +142,51 @@ def test_forwards_by_hand_read_rows_in_their_step() -> None:
     train_by_hand(model, BATCHES)
     assert statistics_of(model) == statistics(
         capacity=8, size=8, rows_read_ahead=0, rows_read_in_step=12, write_backs=4, **NONE_LATE
+    )
+
+
+@pytest.mark.parametrize("way", ["by hand", "called", "taped"])
+def test_host_memory_and_disk_count_below_the_cache(tmp_path: Path, way: str) -> None:
+    if way == "taped" and picked_kernel("claim_slots", "cpu") != "native":
+        pytest.skip("a tape refuses the reference of claim_slots, which is the host's own work")
+    model = Scores(storage=Disk(path=tmp_path, cache_rows=3, host_rows=6))
+    batches = [
+        *BATCHES,
+        batch([1, 2, 3, 4], [1, 1, 2, 2]),  # 6 rows that host memory holds, and the cache does not
+        batch([9, 10, 11, 12], [9, 9, 10, 10]),  # 6 new rows, for which 6 go to disk
+    ]
+    if way == "by hand":
+        train_by_hand(model, batches)
+        late = NONE_LATE
+    else:
+        with taped_captures() if way == "taped" else contextlib.nullcontext():
+            results_of(pipeline_of(model), batches)
+        # Those that wait for the disk, and the one that finds no place beside the one before.
+        late = {
+            "conflict_misses": 2 + 6 + 6 + 6,
+            "batches_refused": 1,
+            "batches_fetched_late": 4,
+        }
+    num_read = 4 + 2 + 6 + 6
+    assert statistics_of(model) == CacheStatistics(
+        capacity=6,
+        size=6,
+        requested=8 * 7,
+        unique=4 + 6 * 6,
+        unique_misses=num_read + 6,
+        rows_read_ahead=0,
+        rows_read_in_step=num_read + 6,
+        write_backs=18,
+        bytes_read=(num_read + 6) * LINE_BYTES,
+        bytes_written=18 * LINE_BYTES,
+        host_capacity=12,
+        host_size=12,
+        host_misses=num_read,
+        disk_rows_read=num_read,
+        disk_rows_written=6,
+        disk_bytes_read=num_read * LINE_BYTES,
+        disk_bytes_written=6 * LINE_BYTES,
+        **late,
     )
 
 

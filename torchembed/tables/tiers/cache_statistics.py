@@ -11,6 +11,7 @@ from torch import Tensor
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.ops.row_cache import CacheCounter
 from torchembed.tables.latest_reading import LatestReading
+from torchembed.tables.tiers.disk_group import DiskGroup
 from torchembed.tables.tiers.tiered_group import TieredGroup
 
 K = TypeVar("K")
@@ -18,8 +19,8 @@ K = TypeVar("K")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheStatistics:
-    """Counts of a cache on the device of rows in host memory, all of one moment between two steps,
-    since the tables got their optimizer; or sums of those of several caches.
+    """Counts of a cache on the device of rows in host memory or on disk, all of one moment between
+    two steps, since the tables got their optimizer; or sums of those of several caches.
 
     Only batches that are trained count. Each counts once, where it is prepared: ahead of its step
     in a ``TrainPipeline``, else in its forward. Rows that evaluation reads count nowhere.
@@ -37,13 +38,13 @@ class CacheStatistics:
     """Distinct rows of each batch that were not in the cache when the batch was prepared."""
     conflict_misses: int
     """Of these, the rows that found no place ahead of their step, beside those of the batch before:
-    all that the batch missed."""
+    all that the batch missed. Of tables on disk, those of batches that waited for the disk, too."""
     batches_refused: int
     """Batches that had such rows."""
     batches_fetched_late: int
     """Batches that were prepared ahead and whose rows were fetched at the beginning of their step:
-    those that were refused, and those that a :meth:`write_back` between two steps emptied the cache
-    of."""
+    those that were refused or waited for the disk, and those that a :meth:`write_back` between two
+    steps emptied the cache of."""
     rows_read_ahead: int
     """Rows that were read from the host ahead of their step."""
     rows_read_in_step: int
@@ -55,6 +56,21 @@ class CacheStatistics:
     """Bytes that were read from the host: rows with their optimizer state."""
     bytes_written: int
     """Bytes that were written to the host."""
+    host_capacity: int = 0
+    """Rows that the memory of the host has room for, of tables on disk; this and all that follow
+    are 0 for tables in host memory."""
+    host_size: int = 0
+    """Rows that are in it."""
+    host_misses: int = 0
+    """Distinct rows of each batch that were not in it when the batch was prepared."""
+    disk_rows_read: int = 0
+    """Rows that came into it: from disk, or made anew where the disk has none."""
+    disk_rows_written: int = 0
+    """Rows that were written to disk, to make room or since all were to be."""
+    disk_bytes_read: int = 0
+    """Bytes of the rows that came, with their optimizer state."""
+    disk_bytes_written: int = 0
+    """Bytes that were written to disk."""
 
     @property
     def hit_rate(self) -> float:
@@ -73,6 +89,7 @@ class CacheStatistics:
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(CacheStatistics))
+_FIELDS_BELOW = tuple(name for name in _FIELDS if name.startswith(("host_", "disk_")))
 
 
 class CountedCaches(NamedTuple, Generic[K]):
@@ -151,7 +168,32 @@ def _counts(group: TieredGroup) -> Tensor:
         "bytes_read": read * group.line_bytes,
         "bytes_written": written * group.line_bytes,
     }
+    by_name |= _counts_below(group, torch.zeros_like(read))
     return torch.cat([by_name[name] for name in _FIELDS])
+
+
+def _counts_below(group: TieredGroup, none: Tensor) -> dict[str, Tensor]:
+    """The counts of host memory, and of the disk below it; ``none``, a zero, for groups without."""
+    if not isinstance(group, DiskGroup):
+        return dict.fromkeys(_FIELDS_BELOW, none)
+    counters = group.host.counters
+    misses, written, read = (
+        counters[counter : counter + 1]
+        for counter in (
+            CacheCounter.UNIQUE_MISSES,
+            CacheCounter.WRITTEN_ROWS,
+            CacheCounter.READ_ROWS,
+        )
+    )
+    return {
+        "host_capacity": torch.full_like(none, group.host.row_of_slot.numel()),
+        "host_size": (group.host.row_of_slot >= 0).sum(0, keepdim=True),
+        "host_misses": misses,
+        "disk_rows_read": read,
+        "disk_rows_written": written,
+        "disk_bytes_read": read * group.line_bytes,
+        "disk_bytes_written": written * group.line_bytes,
+    }
 
 
 class CacheStatisticsReader(LatestReading[tuple[str, ...], CacheStatistics]):

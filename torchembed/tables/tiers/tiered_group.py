@@ -315,7 +315,11 @@ class TieredGroup(TableGroup):
         if fetched.may_be_late is not None:
             is_late = is_late & fetched.may_be_late
         self.counters.late_batches.add_(is_late)
-        return self._claim(fetched, is_late, self.counters.late)
+        num_refused = self._claim(fetched, is_late, self.counters.late)
+        # Who looks the batch up once more, to compare, finds its rows there.
+        fetched.num_refused.copy_(num_refused)
+        fetched.num_emptied.copy_(self._num_emptied)
+        return num_refused
 
     def _claim(self, fetched: FetchedRows, is_trained: Tensor | None, counters: Tensor) -> Tensor:
         """Bring the rows of a batch in, counted in ``counters``, int64, one for each
