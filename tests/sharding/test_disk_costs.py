@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import torchembed
 from tests.support.planning import (
     cost_model,
     make_stored_use,
@@ -24,6 +25,7 @@ from torchembed import (
     SparseFeatures,
     optim,
 )
+from torchembed.core.row_caches import CacheCounter
 from torchembed.modules import table_uses
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import (
@@ -41,7 +43,7 @@ from torchembed.sharding.planning.node_disk import DISK_SHARE
 from torchembed.sharding.planning.plan import place_table
 from torchembed.sharding.planning.plan_report import report_plan
 from torchembed.sharding.planning.table_use import TableUse
-from torchembed.tables import Disk, HashFactory
+from torchembed.tables import Disk, HashFactory, TableGroup
 from torchembed.tables.tiers import DiskGroup
 
 LINE = 16 * 4 * 2
@@ -207,6 +209,47 @@ def test_the_memory_that_a_table_takes(dynamic: Dynamic | None, tmp_path: Path) 
     assert 0 <= taken - (budget.needed_bytes - use.index_bytes(num_rows)) <= 512
     held = sum(tensor.nbytes for tensor in group.lines.tensors)
     assert budget.host_bytes == held + num_rows * 6
+
+
+def test_tables_hit_as_often_as_predicted(tmp_path: Path) -> None:
+    """Of uniform ids, within five standard deviations of as many hits and misses."""
+    num_rows, num_ids, storage = 4000, 128, Disk(path=tmp_path, host_rows=1200, cache_rows=500)
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=num_rows, embedding_dim=4, feature_names=("f",), storage=storage
+    )
+    module = EmbeddingBagCollection([config])
+    planner = Planner(batch_size=num_ids)
+    report = torchembed.plan_embeddings(
+        torch.nn.ModuleDict({"bags": module}),
+        dataclasses.replace(planner, topology=dataclasses.replace(TOPOLOGY, ranks_per_node=1)),
+    )
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    (group,) = module.table_set.groups
+    generator = torch.Generator().manual_seed(0)
+    for step in range(160):
+        if step == 60:  # both are full
+            before = [counters_of(group, cache) for cache in ("cache", "host")]
+        ids = torch.randint(num_rows, (num_ids,), generator=generator)
+        batch = SparseFeatures(keys=("f",), values=ids, batch_size=num_ids, hotness=(1,))
+        module(batch).values().sum().backward()
+        optimizer.step()
+    (cost,) = report.tables
+    for cache, counted, predicted in zip(
+        ("cache", "host"), before, (cost.hit_rate, cost.host_hit_rate), strict=True
+    ):
+        unique, misses = (counters_of(group, cache) - counted).tolist()
+        assert predicted is not None
+        deviation = math.sqrt(predicted * (1 - predicted) / unique)
+        assert 1 - misses / unique == pytest.approx(predicted, abs=5 * deviation)
+
+
+def counters_of(group: TableGroup, cache: str) -> torch.Tensor:
+    """Rows of batches, and those that were not there, of the device's cache or of host memory."""
+    assert isinstance(group, DiskGroup)
+    counters = group.host.counters
+    if cache == "cache":
+        counters = group.cache.counters + group.counters.of_forwards
+    return counters[[CacheCounter.UNIQUE_ROWS, CacheCounter.UNIQUE_MISSES]].clone()
 
 
 def test_half_of_what_a_disk_has_free_is_for_rows(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def shard_embeddings(
         plan: a plan; a planner, or ``"auto"`` for ``Planner()``, to place every table by cost (see
             :func:`plan_embeddings`); or placements of some tables by name (see
             :func:`~torchembed.sharding.make_plan` for the others). Tables that it places in
-            host memory are created there.
+            host memory or on disk are created there.
         wire: the precision in which vectors and their gradients are exchanged; their own by
             default.
         transport: the exchange of vectors and gradients. ``WireTransport.PUSH`` is for the GPUs of
