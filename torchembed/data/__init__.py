@@ -5,6 +5,7 @@ from torchembed.data.click_log import ClickLog, ClickLogConfig
 from torchembed.data.collate import collate
 from torchembed.data.criteo import CAT_NAMES, INT_NAMES, MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 from torchembed.data.criteo_text import CriteoText
+from torchembed.data.hugectr_keyset import read_hugectr_keyset
 from torchembed.data.loader import BackgroundLoader
 from torchembed.data.mlperf import MlperfDays
 from torchembed.data.open_clicks import open_clicks
@@ -34,6 +35,7 @@ __all__ = [
     "as_batch",
     "collate",
     "open_clicks",
+    "read_hugectr_keyset",
     "skewed_ids",
     "text_ids",
 ]
