@@ -33,7 +33,8 @@ from bench.report.result_file import Row, write_results
 from bench.tiers.disk import DiskRates, measured_disk_rates
 from bench.tiers.fbgemm import FbgemmTables
 from bench.tiers.link import LinkRates, measured_rates
-from bench.tiers.tables import TierCounts, TierSetting, TorchembedTables, storage_of
+from bench.tiers.tables import TierSetting, TorchembedTables, storage_of
+from torchembed import CacheStatistics
 from torchembed.data import Batch
 
 SYSTEMS = ("device", "host", "disk", "fbgemm_caching", "fbgemm_managed", "fbgemm_host")
@@ -50,7 +51,7 @@ FBGEMM_TOLERANCE = 1e-4
 order, in a few steps of Adagrad."""
 HEADER = (
     "batch ids      system           part  ms median (min to max)     times device  hit rate"
-    "  MB read  written   link  late  MB of disk  written   disk"
+    "  MB read  written   link  late  host hits  MB of disk  written   disk"
 )
 
 
@@ -213,9 +214,8 @@ class Bench:
         weights = [parameter.detach() for parameter in like.tables.parameters()]
         return FbgemmTables(setting, LOCATIONS[name], part or 0.0, weights)
 
-    def _moved(self, counted: TierCounts, then: TierCounts, seconds: float) -> Row:
+    def _moved(self, before: CacheStatistics, after: CacheStatistics, seconds: float) -> Row:
         """What the caches did in the measured steps, which took ``seconds``."""
-        before, after = counted.cache, then.cache
         num_steps = self._config.num_repeats * self._config.steps
         num_read = after.bytes_read - before.bytes_read
         num_written = after.bytes_written - before.bytes_written
@@ -224,11 +224,12 @@ class Bench:
             getattr(after, name) - getattr(before, name) for name in ("unique", "unique_misses")
         )
         of_disk: Row = {}
-        if self._disk_rates is not None and then.disk_bytes_written:
-            from_disk = then.disk_bytes_read - counted.disk_bytes_read
-            to_disk = then.disk_bytes_written - counted.disk_bytes_written
+        if self._disk_rates is not None and after.host_capacity:
+            from_disk = after.disk_bytes_read - before.disk_bytes_read
+            to_disk = after.disk_bytes_written - before.disk_bytes_written
             rates = self._disk_rates
             of_disk = {
+                "host_hit_rate": 1 - (after.host_misses - before.host_misses) / unique,
                 "disk_bytes_read_per_step": from_disk / num_steps,
                 "disk_bytes_written_per_step": to_disk / num_steps,
                 "disk_fraction": (from_disk / rates.read + to_disk / rates.written) / seconds,
@@ -260,7 +261,7 @@ def _print_row(row: Row) -> None:
         )
     if "disk_fraction" in row:
         line += (
-            f" {row['disk_bytes_read_per_step'] / 1e6:11.1f}"
+            f" {row['host_hit_rate']:10.3f} {row['disk_bytes_read_per_step'] / 1e6:11.1f}"
             f" {row['disk_bytes_written_per_step'] / 1e6:8.1f} {row['disk_fraction']:6.2f}"
         )
     print(line, flush=True)

@@ -4,7 +4,6 @@ import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ import torchembed
 from bench.data import dlrm_dcnv2 as workload
 from torchembed import CacheStatistics, Disk, EmbeddingBagCollection, HostMemory
 from torchembed.core.features import SparseFeatures
-from torchembed.core.row_caches import CacheCounter
 from torchembed.data import Batch
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.tables import Storage
@@ -62,14 +60,6 @@ def storage_of(
     return Disk(path=disk, host_rows=round(host_times * cached), cache_rows=cached)
 
 
-class TierCounts(NamedTuple):
-    """What was counted by some time."""
-
-    cache: CacheStatistics
-    disk_bytes_read: int = 0
-    disk_bytes_written: int = 0
-
-
 class _Logits(nn.Module):
     def __init__(self, tables: EmbeddingBagCollection) -> None:
         super().__init__()
@@ -95,7 +85,9 @@ class TorchembedTables:
         ]
         self.tables = EmbeddingBagCollection(configs, device=setting.device, seed=SEED)
         optimizer = torchembed.optim.RowwiseAdagrad(self.tables.parameters(), lr=LR, eps=EPS)
-        for group in self._disk_groups:
+        for group in self.tables.table_set.groups:
+            if not isinstance(group, DiskGroup):
+                continue
             for rows in torch.arange(group.num_rows).split(_ROWS_AT_ONCE):
                 lines = group.lines.store.layout.packed(group.read_lines(rows))
                 group.lines.store.write(rows, lines)
@@ -112,20 +104,9 @@ class TorchembedTables:
         """The loss of one step, on the device."""
         return self._pipeline.progress(batches).loss
 
-    @property
-    def _disk_groups(self) -> list[DiskGroup]:
-        return [group for group in self.tables.table_set.groups if isinstance(group, DiskGroup)]
-
-    def counts(self) -> TierCounts | None:
+    def counts(self) -> CacheStatistics | None:
         """What the cache has counted by now; None without one. Waits for the device."""
-        of_caches = list(self.tables.cache_statistics(wait=True).values())
-        if not of_caches:
-            return None
-        read, written = (
-            sum(int(group.host.counters[counter]) * group.line_bytes for group in self._disk_groups)
-            for counter in (CacheCounter.READ_ROWS, CacheCounter.WRITTEN_ROWS)
-        )
-        return TierCounts(of_caches[0], read, written)
+        return next(iter(self.tables.cache_statistics(wait=True).values()), None)
 
     def close(self) -> None:
         """Destroy the graphs, and end threads."""

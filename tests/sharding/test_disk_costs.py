@@ -226,6 +226,7 @@ def test_tables_hit_as_often_as_predicted(tmp_path: Path) -> None:
     optimizer = optim.SGD(module.parameters(), lr=0.1)
     (group,) = module.table_set.groups
     generator = torch.Generator().manual_seed(0)
+    before = []
     for step in range(160):
         if step == 60:  # both are full
             before = [counters_of(group, cache) for cache in ("cache", "host")]

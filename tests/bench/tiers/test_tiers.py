@@ -74,6 +74,7 @@ def test_tables_on_disk_train_the_same_losses(
     # Whole lines of a row of 128 numbers and of row-wise Adagrad's.
     for moved in ("disk_bytes_read_per_step", "disk_bytes_written_per_step"):
         assert disk[moved] > 0 and disk[moved] * 8 % 516 == 0
+    assert disk["hit_rate"] < disk["host_hit_rate"] < 1
     assert disk["disk_fraction"] > 0 and min(disk["disk"].values()) > 0
     out = capsys.readouterr().out
     assert "the disk reads " in out and f"{disk['ms_median']:.3f} (" in out
