@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tests.support import disk_runs
 from tests.support.disk_runs import new_run, rows_of, storage_of, trained
+from tests.support.store_processes import result_of
 from tests.support.tiny_model import KEYS, TinyModel, fixed_batches, make_optimizers
 from torchembed import Dynamic, EmbeddingBag, EmbeddingBagConfig
 from torchembed.checkpoints import model_rows
@@ -267,3 +269,19 @@ def test_a_save_that_fails_leaves_nothing_beside_the_database(tmp_path: Path) ->
     (of_rank,) = (tmp_path / "disk").iterdir()
     assert len([path for path in of_rank.iterdir() if path.is_dir()]) == 1
     assert checkpoints.steps() == [4]
+
+
+@pytest.mark.parametrize("limit_bytes", [200, 3000])
+def test_a_save_that_the_disk_has_no_room_for_leaves_the_last_one_whole(
+    limit_bytes: int, tmp_path: Path
+) -> None:
+    told, *rest = result_of(disk_runs.save_up_to_a_limit, tmp_path, limit_bytes)
+    assert "File too large" in told
+    assert rest == [[4], 4, True]
+
+
+def test_a_save_of_a_database_that_is_gone_leaves_the_last_one_whole(tmp_path: Path) -> None:
+    told, *rest = result_of(disk_runs.save_from_a_folder_that_is_gone, tmp_path)
+    assert told.startswith(("CorruptStoreError the store in", "FileNotFoundError"))
+    assert str(tmp_path / "disk") in told
+    assert rest == [[4], 4, True]

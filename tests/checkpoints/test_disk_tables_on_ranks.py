@@ -15,7 +15,7 @@ from tests.support.sharded_cases import exact_loss, made_mesh
 from torchembed import Disk, Dynamic, EmbeddingBagConfig, HostMemory, SparseFeatures
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import make_plan
-from torchembed.tables import row_chunks
+from torchembed.tables import row_chunks, table_of
 from torchembed.training import CheckpointFolder, TrainingRun
 
 NUM_STEPS, BATCH_SIZE = 4, 6
@@ -176,3 +176,33 @@ def test_what_two_ranks_saved_two_three_and_one_load(tmp_path: Path) -> None:
                 if num_ranks < 3:
                     trained = together([of_rank[load][1] for of_rank in of_loads])
                     assert trained == held(whole.model), f"{load} on {num_ranks} ranks"
+
+
+def load_with_another_seed(folder: str) -> tuple[int, bool]:
+    """Lines that this rank has of a module of one table that was loaded with the seed of another,
+    and whether their rows are the same."""
+    runs = []
+    for name in "ab":
+        path = Path(folder, name)
+        path.mkdir(exist_ok=True)
+        storage = Disk(path=path, host_rows=40, cache_rows=30)
+        bag = torchembed.EmbeddingBag(300, 4, mode="sum", storage=storage, device="meta")
+        model = nn.ModuleDict({"bag": bag})
+        torchembed.shard_embeddings(model, made_mesh("cpu", 1), {"bag": "row_wise"})
+        optimizer = torchembed.optim.Adagrad(model.parameters(), lr=0.125)
+        runs.append(TrainingRun(model=model, optimizers=[optimizer]))
+    run, other = runs
+    run.model["bag"](torch.arange(0, 300, 15).view(2, 10)).sum().backward()  # type: ignore[index]
+    run.optimizers[0].step()
+    tables = [table_of(run.model["bag"].weight) for run in runs]  # type: ignore[index]
+    CheckpointFolder(Path(folder, "run")).save(1, run)
+    rows = [next(row_chunks(table, 1 << 20)).rows for table in tables]
+    assert not torch.equal(*rows)
+    CheckpointFolder(Path(folder, "run")).load(other)
+    (loaded,) = row_chunks(tables[1], 1 << 20)
+    return tables[1].group.lines.store.table.num_rows(), torch.equal(loaded.rows, rows[0])
+
+
+def test_modules_of_one_table_take_the_saved_seed(tmp_path: Path) -> None:
+    """Another run draws another one, and rows that were never written follow from it."""
+    assert run_on_ranks(2, load_with_another_seed, str(tmp_path)) == [(10, True)] * 2

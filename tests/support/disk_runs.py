@@ -1,6 +1,10 @@
 """Runs of a tiny model whose tables are on disk, in host memory or on the device."""
 
 import functools
+import resource
+import shutil
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.tiny_model import KEYS, TinyModel, make_optimizers
+from tests.support.tiny_model import KEYS, TinyModel, fixed_batches, make_optimizers
 from torchembed import Disk, Dynamic, EmbeddingBagConfig, HostMemory
 from torchembed.checkpoints import model_rows
-from torchembed.training import TrainingRun, TrainPipeline, train
+from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline, train
 
 PIPELINE = functools.partial(
     TrainPipeline, loss_fn=F.binary_cross_entropy_with_logits, device=torch.device("cpu")
@@ -73,3 +77,48 @@ def rows_of(run: TrainingRun) -> dict[str, Tensor]:
             parts["touched"] = torch.cat([chunk.touched for chunk in chunks])[order]
         found |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
     return found
+
+
+def told_by(action: Callable[[], object]) -> str:
+    """What an action that fails says."""
+    try:
+        action()
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__} {error}"
+    return "it does not fail"
+
+
+def save_up_to_a_limit(messages: Connection, folder: Path, limit_bytes: int) -> None:
+    """:func:`_save_twice`, where files may not grow further before the second time."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(num_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+    _save_twice(messages, folder, lambda: limit(limit_bytes), lambda: limit(soft))
+
+
+def save_from_a_folder_that_is_gone(messages: Connection, folder: Path) -> None:
+    """:func:`_save_twice`, where the folder of the database is removed before the second time."""
+    _save_twice(messages, folder, lambda: shutil.rmtree(folder / "disk"), lambda: None)
+
+
+def _save_twice(
+    messages: Connection, folder: Path, before: Callable[[], object], after: Callable[[], object]
+) -> None:
+    """Save a run, train it on and save it again, between ``before`` and ``after``. Sends what the
+    second time says, the steps that are there then, that from which a new run goes on, and whether
+    it has the rows of the first."""
+    torch.set_num_threads(1)
+    run = trained(new_run("disk", folder / "disk", None), fixed_batches(4))
+    checkpoints = CheckpointFolder(folder / "run")
+    checkpoints.save(4, run)
+    saved = rows_of(run)
+    trained(run, fixed_batches(6)[4:])
+    before()
+    told = told_by(lambda: checkpoints.save(6, run))
+    after()
+    steps, other = checkpoints.steps(), new_run("disk", folder / "other", None)
+    found, rows = checkpoints.load(other), rows_of(other)
+    is_same = all(torch.equal(rows[name], tensor) for name, tensor in saved.items())
+    messages.send((told, steps, found, is_same))
