@@ -2,9 +2,10 @@
 //
 // A warp takes a block of a table at a time. Its digests are copied into shared memory once, and
 // its keys, one or two on each lane, are put in the order of their hashes by counting lesser ones.
-// So what one key after the other waits for is shared memory; where its buckets are full, it is
-// memory for the epochs and scores of their slots. The keys' slots are written for all of them
-// together, at last: what the block has taken is noted in shared memory until then.
+// So what one key after the other waits for is shared memory, and few instructions; where its
+// buckets are full, it is memory for the epochs and scores of their slots. The keys' slots are
+// written for all of them together, at last: what they have taken is noted in shared memory until
+// then.
 //
 // Byte floor: that of insert_keys.py, with all digests of each block that keys are inserted into.
 
@@ -23,12 +24,13 @@ constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 constexpr int kLanes = 32;
 constexpr int kWarps = 8;
 constexpr int kBlocksOfMultiprocessor = 3;
-// Slots of a block that are noted in shared memory; of larger ones none are.
-constexpr int kNotedSlots = 4096;
+// Buckets of a block that is copied into shared memory; larger ones are not.
+constexpr int kNotedBuckets = 32;
 // Keys of a block that the lanes hold; of more none are held.
 constexpr int kKeysOfLane = 2;
 constexpr int kPlacesOfLane = kBucketSlots / kLanes;
-constexpr int kNone = INT_MAX;
+constexpr unsigned kNoKey = UINT_MAX;
+constexpr uint64_t kGreatest = ~uint64_t{0};
 
 // The values of Policy and Counter in torchembed/core/hash_tables.py.
 enum Policy : int { kLru, kLfu, kEpochLfu, kCaller };
@@ -56,20 +58,37 @@ __device__ int sum_of_lanes(int value) {
 #endif
 }
 
-__device__ int least_of_lanes(int value) {
+__device__ unsigned least_of_lanes(unsigned value) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   return __reduce_min_sync(kAllLanes, value);
 #else
-  return reduced(value, [](int a, int b) { return min(a, b); });
+  return reduced(value, [](unsigned a, unsigned b) { return min(a, b); });
 #endif
 }
 
-// What a warp notes of the block that it inserts into.
+__device__ uint64_t least_of_lanes(uint64_t value) {
+  const auto high = static_cast<unsigned>(value >> 32), low = static_cast<unsigned>(value);
+  const unsigned least_high = least_of_lanes(high);
+  const unsigned least_low = least_of_lanes(high == least_high ? low : UINT_MAX);
+  return static_cast<uint64_t>(least_high) << 32 | least_low;
+}
+
+__device__ int64_t greatest_of_lanes(int64_t value) {
+  return reduced(value, [](int64_t a, int64_t b) { return max(a, b); });
+}
+
+// An unsigned number that has the order of `value`.
+__device__ uint64_t ordered(int64_t value) {
+  return static_cast<uint64_t>(value) ^ (uint64_t{1} << 63);
+}
+
+// What a warp notes of the block that it inserts into; places of a bucket follow those of the one
+// before by kBucketSlots, however many slots it has.
 struct Notes {
-  // Digests of the block and of up to 15 slots before it, so that they are copied 16 at a time.
-  alignas(16) uint8_t digests[kNotedSlots + 16];
-  // Bits of slots that the block's keys took.
-  unsigned taken[kNotedSlots / 32];
+  // Those of places that are no slots are not 0.
+  alignas(16) uint8_t digests[kNotedBuckets * kBucketSlots];
+  // Bits of places that the block's keys took.
+  unsigned taken[kNotedBuckets * kBucketSlots / 32];
 };
 
 // What one table has counted since it was last written to its counters; a share on each lane.
@@ -103,14 +122,63 @@ struct Taken {
   bool evicts;
 };
 
+// The slot to evict among those that a warp has looked at, by its place in both buckets.
+class Victim {
+ public:
+  // Looks at kPlacesOfLane slots of one bucket, whose first place is `begin`.
+  __device__ void look_at(const HashMemory& held, int64_t first_slot, int num_slots, int begin,
+                          int64_t released, const unsigned* taken) {
+    const int lane = threadIdx.x % kLanes;
+    int64_t touched[kPlacesOfLane], scores[kPlacesOfLane];
+    // All loads come before the first of their uses.
+#pragma unroll
+    for (int i = 0; i < kPlacesOfLane; ++i) {
+      const int place = i * kLanes + lane;
+      const bool is_slot = place < num_slots;
+      touched[i] = is_slot ? held.touched[first_slot + place] : LLONG_MAX;
+      scores[i] = is_slot && held.scores != nullptr ? held.scores[first_slot + place] : touched[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kPlacesOfLane; ++i) {
+      const int place = i * kLanes + lane;
+      if (place >= num_slots || touched[i] > released) continue;
+      if (taken != nullptr && (taken[i] >> lane & 1) != 0) continue;
+      // Places come upwards, so that the first of equals stays.
+      const bool is_less =
+          place_ == kNoKey || scores[i] < score_ || (scores[i] == score_ && touched[i] < last_use_);
+      if (!is_less) continue;
+      score_ = scores[i];
+      last_use_ = touched[i];
+      place_ = begin + place;
+    }
+  }
+
+  // Of the slots of all lanes the least score, of these the longest unused one, of these the first;
+  // kNoKey where there is none, or its score exceeds `score`. The same on all lanes.
+  __device__ unsigned place(int64_t score, bool has_scores) const {
+    bool is_left = place_ != kNoKey;
+    if (__ballot_sync(kAllLanes, is_left) == 0) return kNoKey;
+    const uint64_t least = least_of_lanes(is_left ? ordered(score_) : kGreatest);
+    if (least > ordered(score)) return kNoKey;
+    is_left = is_left && ordered(score_) == least;
+    if (has_scores) {
+      const uint64_t longest = least_of_lanes(is_left ? ordered(last_use_) : kGreatest);
+      is_left = is_left && ordered(last_use_) == longest;
+    }
+    return least_of_lanes(is_left ? place_ : kNoKey);
+  }
+
+ private:
+  int64_t score_ = 0, last_use_ = 0;
+  unsigned place_ = kNoKey;
+};
+
 // A block of a table, into which a warp inserts keys.
 template <int kPolicy>
 class Block {
  public:
-  // Where `is_noted`, `notes` hold its digests and what keys have taken; else memory is changed for
-  // each key at once.
   __device__ Block(const BinnedInsertion& insertion, const TableShape& shape, int table,
-                   int64_t block, int64_t epoch, int64_t released, bool is_noted, Notes* notes)
+                   int64_t block, int64_t epoch, int64_t released)
       : insertion_(insertion),
         shape_(shape),
         table_(table),
@@ -118,22 +186,19 @@ class Block {
         epoch_(epoch),
         released_(released),
         first_slot_(shape.first_slot + block * shape.num_buckets * shape.num_slots),
-        num_slots_(static_cast<int>(shape.num_slots)),
-        is_noted_(is_noted),
-        notes_(notes) {
-    if (is_noted_) copy_digests();
-  }
+        num_slots_(static_cast<int>(shape.num_slots)) {}
 
-  // Inserts its keys among the binned ones from `entry` to `end`, of which the lanes hold all.
-  __device__ void insert_held(int entry, int end, Counts& counts) {
+  // Inserts its keys among the binned ones from `entry` to `end`, of which the lanes hold all, by
+  // notes, so that the block must fit into these, and rows of this batch must be in use.
+  __device__ void insert_held(int entry, int end, Notes& notes, Counts& counts) {
     const int count = end - entry, lane = threadIdx.x % kLanes;
     uint64_t hashes[kKeysOfLane];
-    // The slot that a key takes, from the block's first on; -1 for none.
+    // How many keys are less than this one, -1 where there is none; and how many are equal.
+    int ranks[kKeysOfLane]{}, equals[kKeysOfLane]{};
+    bool is_first[kKeysOfLane], evicts[kKeysOfLane];
+    // Its place in the notes, -1 for none.
     int places[kKeysOfLane];
     [[maybe_unused]] int64_t scores[kKeysOfLane]{};
-    // The keys less than this one, and its equals; whether it is the first of these and waits.
-    int ranks[kKeysOfLane]{}, equals[kKeysOfLane]{};
-    bool waits[kKeysOfLane], is_first[kKeysOfLane], evicts[kKeysOfLane];
 #pragma unroll
     for (int i = 0; i < kKeysOfLane; ++i) {
       const int number = i * kLanes + lane;
@@ -142,6 +207,7 @@ class Block {
       places[i] = -1;
       evicts[i] = false;
     }
+    copy_digests(notes);
 #pragma unroll
     for (int i = 0; i < kKeysOfLane; ++i) {
 #pragma unroll 1
@@ -156,83 +222,118 @@ class Block {
         }
       }
     }
+    // What the next key is found by: its rank and both its buckets, of 5 bits each.
+    unsigned waiting[kKeysOfLane];
 #pragma unroll
-    for (int i = 0; i < kKeysOfLane; ++i) waits[i] = is_first[i];
+    for (int i = 0; i < kKeysOfLane; ++i) {
+      if (i * kLanes + lane >= count) ranks[i] = -1;
+      waiting[i] = kNoKey;
+      if (!is_first[i] || num_slots_ == 0) continue;
+      const BucketPair buckets(hashes[i], shape_);
+      const auto first = static_cast<unsigned>(buckets.first - first_slot_) / num_slots_;
+      const auto second = static_cast<unsigned>(buckets.second - first_slot_) / num_slots_;
+      waiting[i] = static_cast<unsigned>(ranks[i]) << 10 | first << 5 | second;
+    }
+    if (num_slots_ == 0) {
+#pragma unroll
+      for (int i = 0; i < kKeysOfLane; ++i) counts.refused += is_first[i];
+    }
     for (;;) {
-      int next = kNone;
+      unsigned next = waiting[0];
 #pragma unroll
-      for (int i = 0; i < kKeysOfLane; ++i) next = min(next, waits[i] ? ranks[i] : kNone);
+      for (int i = 1; i < kKeysOfLane; ++i) next = min(next, waiting[i]);
       next = least_of_lanes(next);
-      if (next == kNone) break;
-      uint64_t hash = 0;
-      int num_equal = 0;
-      bool is_mine = false;
-#pragma unroll
-      for (int i = 0; i < kKeysOfLane; ++i) {
-        if (!waits[i] || ranks[i] != next) continue;
-        hash = hashes[i];
-        num_equal = equals[i];
-        is_mine = true;
-        waits[i] = false;
+      if (next == kNoKey) break;
+      const int rank = static_cast<int>(next >> 10);
+      const unsigned first = next >> 5 & 31, second = next & 31;
+      const auto* const words = reinterpret_cast<const unsigned*>(notes.digests);
+      const unsigned free_first = __vcmpeq4(words[first * kLanes + lane], 0);
+      const unsigned free_second =
+          first == second ? 0 : __vcmpeq4(words[second * kLanes + lane], 0);
+      const int num_free = sum_of_lanes(__popc(free_first) << 16 | __popc(free_second));
+      int place = -1;
+      [[maybe_unused]] int64_t score = epoch_;
+      if (num_free != 0) {
+        const bool from_second = (num_free & 0xFFFF) > num_free >> 16;
+        const unsigned found = from_second ? free_second : free_first;
+        const int from = __ffs(__ballot_sync(kAllLanes, found != 0)) - 1;
+        const int byte = __shfl_sync(kAllLanes, (__ffs(found) - 1) / 8, from);
+        place = (from_second ? second : first) * kBucketSlots + from * 4 + byte;
       }
-      const int owner = __ffs(__ballot_sync(kAllLanes, is_mine)) - 1;
-      hash = __shfl_sync(kAllLanes, hash, owner);
-      num_equal = __shfl_sync(kAllLanes, num_equal, owner);
-      int64_t score = LLONG_MIN;
       if constexpr (kPolicy == kCaller) {
+        score = LLONG_MIN;
 #pragma unroll
         for (int i = 0; i < kKeysOfLane; ++i) {
-          const int number = i * kLanes + lane;
-          if (number < count && hashes[i] == hash) {
-            score = max(score, insertion_.scores_in[insertion_.bin_positions[entry + number]]);
-          }
+          if (ranks[i] != rank) continue;
+          const int position = insertion_.bin_positions[entry + i * kLanes + lane];
+          score = max(score, insertion_.scores_in[position]);
         }
-        score = reduced(score, [](int64_t a, int64_t b) { return max(a, b); });
+        score = greatest_of_lanes(score);
       }
-      score = score_of(num_equal, score);
-      const Taken taken = take(hash, score);
-      if (taken.slot < 0) counts.refused += lane == 0;
+      if (num_free == 0) {
+        if constexpr (kPolicy == kLfu || kPolicy == kEpochLfu) {
+          int num_equal = 0;
+#pragma unroll
+          for (int i = 0; i < kKeysOfLane; ++i) {
+            if (ranks[i] == rank) num_equal = equals[i];
+          }
+          score = score_of(static_cast<int>(greatest_of_lanes(int64_t{num_equal})), 0);
+        }
+        Victim victim;
+        look_for(victim, first, 0, &notes);
+        if (first != second) look_for(victim, second, kBucketSlots, &notes);
+        const unsigned found = victim.place(score, kPolicy != kLru);
+        if (found != kNoKey) {
+          place = (found < kBucketSlots ? first : second) * kBucketSlots + found % kBucketSlots;
+        } else {
+          counts.refused += lane == 0;
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kKeysOfLane; ++i) {
-        if (i * kLanes + lane < count && hashes[i] == hash) {
-          places[i] = taken.slot < 0 ? -1 : static_cast<int>(taken.slot - first_slot_);
-          evicts[i] = taken.evicts;
-          if constexpr (kPolicy == kCaller) scores[i] = score;
-        }
+        if (ranks[i] != rank) continue;
+        places[i] = place;
+        evicts[i] = num_free == 0;
+        if constexpr (kPolicy == kCaller) scores[i] = score;
+        if (waiting[i] != next) continue;
+        waiting[i] = kNoKey;
+        if (place < 0) continue;
+        notes.digests[place] = static_cast<uint8_t>(digest_of_hash(hashes[i]));
+        notes.taken[place / 32] |= 1u << (place % 32);
       }
+      __syncwarp();
     }
 #pragma unroll
     for (int i = 0; i < kKeysOfLane; ++i) {
       if (places[i] < 0) continue;
       const int at = entry + i * kLanes + lane;
-      const Taken taken{first_slot_ + places[i], evicts[i]};
-      insertion_.slots[insertion_.bin_positions[at]] = taken.slot;
+      const int64_t slot =
+          first_slot_ + places[i] / kBucketSlots * num_slots_ + places[i] % kBucketSlots;
+      insertion_.slots[insertion_.bin_positions[at]] = slot;
       if (!is_first[i]) continue;
       const int64_t score = score_of(equals[i], scores[i]);
-      write(insertion_.bin_keys[at], hashes[i], taken, score, entry + ranks[i], counts);
+      write(insertion_.bin_keys[at], hashes[i], {slot, evicts[i]}, score, entry + ranks[i], counts);
     }
   }
 
-  // The same of any number of keys. In each pass over them the warp finds the one that comes next.
+  // The same of any number of keys and any block, and without notes. In each pass over the keys the
+  // warp finds the one that comes next.
   __device__ void insert_all(int entry, int end, Counts& counts) {
     const int lane = threadIdx.x % kLanes;
     uint64_t last = 0;
     for (bool is_first_key = true;; is_first_key = false) {
       // The least hash above the last one, and entries of lesser hashes.
-      uint64_t least = ULLONG_MAX;
+      uint64_t own = kGreatest;
       int64_t score = LLONG_MIN;
       int num_equal = 0, num_before = 0;
       for (int at = entry + lane; at < end; at += kLanes) {
         const uint64_t hash = hash_of_key(insertion_.bin_keys[at]);
-        if (!is_left(hash, last, is_first_key) || hash > least) continue;
-        num_equal = hash < least ? 1 : num_equal + 1;
-        least = hash;
+        if (!is_left(hash, last, is_first_key) || hash > own) continue;
+        num_equal = hash < own ? 1 : num_equal + 1;
+        own = hash;
       }
-      const uint64_t own = least;
-      const bool is_found = num_equal > 0;
-      least =
-          reduced(is_found ? least : ULLONG_MAX, [](uint64_t a, uint64_t b) { return min(a, b); });
-      num_equal = sum_of_lanes(is_found && own == least ? num_equal : 0);
+      const uint64_t least = least_of_lanes(num_equal > 0 ? own : kGreatest);
+      num_equal = sum_of_lanes(own == least ? num_equal : 0);
       if (num_equal == 0) break;
       int64_t key = 0;
       bool has_key = false;
@@ -248,12 +349,13 @@ class Block {
         }
       }
       num_before = sum_of_lanes(num_before);
-      score = reduced(score, [](int64_t a, int64_t b) { return max(a, b); });
+      if constexpr (kPolicy == kCaller) score = greatest_of_lanes(score);
       key = __shfl_sync(kAllLanes, key, __ffs(__ballot_sync(kAllLanes, has_key)) - 1);
       score = score_of(num_equal, score);
       const Taken taken = take(least, score);
-      if (taken.slot < 0) counts.refused += lane == 0;
-      if (taken.slot >= 0) {
+      if (taken.slot < 0) {
+        counts.refused += lane == 0;
+      } else {
         for (int at = entry + lane; at < end; at += kLanes) {
           if (insertion_.bin_keys[at] != key) continue;
           insertion_.slots[insertion_.bin_positions[at]] = taken.slot;
@@ -271,15 +373,23 @@ class Block {
     return (is_first_key || hash > last) && block_of_hash(hash, shape_.num_blocks) == block_;
   }
 
-  __device__ void copy_digests() {
+  __device__ void copy_digests(Notes& notes) const {
     const int lane = threadIdx.x % kLanes;
-    const int num_slots = static_cast<int>(shape_.num_buckets) * num_slots_;
-    const auto* const source =
-        reinterpret_cast<const uint4*>(insertion_.held.digests + (first_slot_ & ~15));
-    auto* const target = reinterpret_cast<uint4*>(notes_->digests);
-    const int num_bytes = num_slots == 0 ? 0 : static_cast<int>(first_slot_ % 16) + num_slots;
-    for (int i = lane; 16 * i < num_bytes; i += kLanes) target[i] = source[i];
-    for (int i = lane; 32 * i < num_slots; i += kLanes) notes_->taken[i] = 0;
+    const int num_places = static_cast<int>(shape_.num_buckets) * kBucketSlots;
+    const uint8_t* const digests = insertion_.held.digests + first_slot_;
+    if (num_slots_ == kBucketSlots && first_slot_ % 16 == 0) {
+      const auto* const source = reinterpret_cast<const uint4*>(digests);
+      auto* const target = reinterpret_cast<uint4*>(notes.digests);
+#pragma unroll 4
+      for (int i = lane; 16 * i < num_places; i += kLanes) target[i] = source[i];
+    } else {
+#pragma unroll 4
+      for (int i = lane; i < num_places; i += kLanes) {
+        const int bucket = i / kBucketSlots, place = i % kBucketSlots;
+        notes.digests[i] = place < num_slots_ ? digests[bucket * num_slots_ + place] : 0xFF;
+      }
+    }
+    for (int i = lane; 32 * i < num_places; i += kLanes) notes.taken[i] = 0;
     __syncwarp();
   }
 
@@ -290,102 +400,47 @@ class Block {
     return of_caller;
   }
 
-  __device__ bool is_free(int64_t slot) const {
-    return is_noted_ ? notes_->digests[first_slot_ % 16 + (slot - first_slot_)] == 0
-                     : insertion_.held.digests[slot] == 0;
-  }
-
-  __device__ bool is_taken(int64_t slot) const {
-    if (!is_noted_) return false;
-    const auto number = static_cast<unsigned>(slot - first_slot_);
-    return notes_->taken[number / 32] >> (number % 32) & 1;
+  // Looks at the slots of a bucket of the block, whose places in both buckets are from `begin` on.
+  __device__ void look_for(Victim& victim, int bucket, int begin, const Notes* notes) const {
+    const unsigned* const taken =
+        notes == nullptr ? nullptr : notes->taken + bucket * kBucketSlots / 32;
+    victim.look_at(insertion_.held, first_slot_ + int64_t{bucket} * num_slots_, num_slots_, begin,
+                   released_, taken);
   }
 
   // The slot of a new key: the first free one of the emptier bucket, of the first bucket where they
   // are equally full; else the one that is evicted.
-  __device__ Taken take(uint64_t hash, int64_t score) {
+  __device__ Taken take(uint64_t hash, int64_t score) const {
     const int lane = threadIdx.x % kLanes;
     const BucketPair buckets(hash, shape_);
     const bool has_two = buckets.first != buckets.second;
-    unsigned free[2]{};
+    // By bit i of a lane, place i * kLanes + lane.
+    unsigned free_first = 0, free_second = 0;
 #pragma unroll
     for (int i = 0; i < kPlacesOfLane; ++i) {
-      const int place = lane * kPlacesOfLane + i;
+      const int place = i * kLanes + lane;
       if (place >= num_slots_) continue;
-      free[0] |= unsigned{is_free(buckets.first + place)} << i;
-      if (has_two) free[1] |= unsigned{is_free(buckets.second + place)} << i;
+      const uint8_t* const digests = insertion_.held.digests + place;
+      free_first |= unsigned{digests[buckets.first] == 0} << i;
+      if (has_two) free_second |= unsigned{digests[buckets.second] == 0} << i;
     }
-    const int num_free = sum_of_lanes(__popc(free[0]) << 16 | __popc(free[1]));
-    Taken taken{-1, num_free == 0};
-    if (taken.evicts) {
-      taken.slot = evicted_slot(buckets, has_two, score);
-    } else {
+    const int num_free = sum_of_lanes(__popc(free_first) << 16 | __popc(free_second));
+    if (num_free != 0) {
       const bool from_second = (num_free & 0xFFFF) > num_free >> 16;
-      const unsigned found = free[from_second];
-      const int place =
-          least_of_lanes(found == 0 ? kNone : lane * kPlacesOfLane + __ffs(found) - 1);
-      taken.slot = (from_second ? buckets.second : buckets.first) + place;
+      const unsigned found = from_second ? free_second : free_first;
+      const unsigned place =
+          least_of_lanes(found == 0 ? kNoKey : (__ffs(found) - 1) * kLanes + lane);
+      return {(from_second ? buckets.second : buckets.first) + place, false};
     }
-    if (is_noted_ && taken.slot >= 0) {
-      if (lane == 0) {
-        const auto number = static_cast<unsigned>(taken.slot - first_slot_);
-        notes_->digests[first_slot_ % 16 + number] = digest_of_hash(hash);
-        notes_->taken[number / 32] |= 1u << (number % 32);
-      }
-      __syncwarp();
-    }
-    return taken;
-  }
-
-  // Of the slots of two full buckets that no batch under way uses, that of the least score, the
-  // longest unused of these, and the first of these; -1 where its score exceeds `score`.
-  __device__ int64_t evicted_slot(const BucketPair& buckets, bool has_two, int64_t score) const {
-    const HashMemory& held = insertion_.held;
-    const int lane = threadIdx.x % kLanes;
-    int64_t least = LLONG_MAX, longest = LLONG_MAX;
-    int chosen = kNone;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half == 1 && !has_two) break;
-      const int64_t first = half == 0 ? buckets.first : buckets.second;
-      int64_t touched[kPlacesOfLane], scores[kPlacesOfLane];
-      // All loads come before the first of their uses.
-#pragma unroll
-      for (int i = 0; i < kPlacesOfLane; ++i) {
-        const int place = lane * kPlacesOfLane + i;
-        const bool is_inside = place < num_slots_;
-        touched[i] = is_inside ? held.touched[first + place] : LLONG_MAX;
-        scores[i] = is_inside && held.scores != nullptr ? held.scores[first + place] : touched[i];
-      }
-#pragma unroll
-      for (int i = 0; i < kPlacesOfLane; ++i) {
-        const int place = lane * kPlacesOfLane + i;
-        if (place >= num_slots_ || touched[i] > released_ || is_taken(first + place)) continue;
-        const bool is_less =
-            scores[i] < least || (scores[i] == least && (touched[i] < longest || chosen == kNone));
-        if (!is_less) continue;
-        least = scores[i];
-        longest = touched[i];
-        chosen = half * kBucketSlots + place;
-      }
-    }
-#pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) {
-      const int64_t other_least = __shfl_xor_sync(kAllLanes, least, step);
-      const int64_t other_longest = __shfl_xor_sync(kAllLanes, longest, step);
-      const int other = __shfl_xor_sync(kAllLanes, chosen, step);
-      const bool is_less =
-          other != kNone &&
-          (chosen == kNone || other_least < least ||
-           (other_least == least &&
-            (other_longest < longest || (other_longest == longest && other < chosen))));
-      if (!is_less) continue;
-      least = other_least;
-      longest = other_longest;
-      chosen = other;
-    }
-    if (chosen == kNone || least > score) return -1;
-    return (chosen >= kBucketSlots ? buckets.second : buckets.first) + chosen % kBucketSlots;
+    if (num_slots_ == 0) return {-1, true};
+    Victim victim;
+    const auto first = static_cast<int>((buckets.first - first_slot_) / num_slots_);
+    const auto second = static_cast<int>((buckets.second - first_slot_) / num_slots_);
+    look_for(victim, first, 0, nullptr);
+    if (has_two) look_for(victim, second, kBucketSlots, nullptr);
+    const unsigned found = victim.place(score, kPolicy != kLru);
+    if (found == kNoKey) return {-1, true};
+    return {(found < kBucketSlots ? buckets.first : buckets.second) + found % kBucketSlots, true};
   }
 
   // Gives `taken` to a key, by one lane. `place` is its entry of the results.
@@ -418,8 +473,6 @@ class Block {
   const int table_;
   const int64_t block_, epoch_, released_, first_slot_;
   const int num_slots_;
-  const bool is_noted_;
-  Notes* const notes_;
 };
 
 // The blocks of all tables one after the other; a warp goes through them upwards.
@@ -493,12 +546,10 @@ __global__ void __launch_bounds__(kWarps* kLanes, kBlocksOfMultiprocessor)
       counts.write(insertion.held.counters + int64_t{counted_table} * kNumCounters);
       counted_table = blocks.table;
     }
-    // Rows of this batch are in use where epochs are counted as usual; nothing is noted elsewhere.
-    const bool is_noted = shape.num_buckets * shape.num_slots <= kNotedSlots && released < epoch;
-    Block<kPolicy> block(insertion, shape, blocks.table, blocks.block, epoch, released, is_noted,
-                         &notes[threadIdx.x / kLanes]);
-    if (is_noted && end - entry <= kKeysOfLane * kLanes) {
-      block.insert_held(entry, end, counts);
+    Block<kPolicy> block(insertion, shape, blocks.table, blocks.block, epoch, released);
+    if (end - entry <= kKeysOfLane * kLanes && shape.num_buckets <= kNotedBuckets &&
+        released < epoch) {
+      block.insert_held(entry, end, notes[threadIdx.x / kLanes], counts);
     } else {
       block.insert_all(entry, end, counts);
     }
