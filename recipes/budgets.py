@@ -11,8 +11,11 @@ from torch import nn
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, plan_embeddings
 from torchembed.core import ranks
 from torchembed.data import BatchSource
+from torchembed.modules import table_uses
 from torchembed.optim import FusedOptimizer
 from torchembed.sharding import CPU, H200, Host, NodeDisk, Placement, Planner, Topology
+from torchembed.sharding.planning.memory_budget import check_hosts, memory_budget
+from torchembed.sharding.planning.topology import available_host_bytes, free_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,14 +88,33 @@ class Budgets:
         )
 
 
-def placed(configs: Sequence[EmbeddingBagConfig], planner: Planner) -> list[EmbeddingBagConfig]:
+def placed(
+    configs: Sequence[EmbeddingBagConfig], planner: Planner, device: torch.device
+) -> list[EmbeddingBagConfig]:
     """``configs`` with the storages that ``planner`` chooses for a process alone, which are
-    printed; as they are where ranks share the tables."""
+    printed; as they are where ranks share the tables.
+
+    Raises:
+        ValueError: where the machine has less memory than the plan takes, as ``shard_embeddings``
+            says it to ranks.
+    """
     if dist.is_initialized():
         return list(configs)
-    tables = EmbeddingBagCollection(configs, device="meta")
-    report = plan_embeddings(nn.ModuleDict({"tables": tables}), planner)
+    model = nn.ModuleDict({"tables": EmbeddingBagCollection(configs, device="meta")})
+    report = plan_embeddings(model, planner)
     print(report, flush=True)
+    needed = memory_budget(
+        report.plan,
+        table_uses(model),
+        0,
+        report=report,
+        dense_bytes=0,
+        free_bytes=free_bytes(device),
+        host_free_bytes=available_host_bytes(),
+        is_on_host=device.type == "cpu",
+    )
+    needed.check()
+    check_hosts([needed])
     return [
         dataclasses.replace(config, storage=table.storage)
         for config, table in zip(configs, report.plan.tables, strict=True)

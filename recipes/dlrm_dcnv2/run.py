@@ -231,7 +231,7 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
     optimizer, planner = torchembed.optim.Adagrad, None
     if budgets is not None:
         planner = budgets.planner(source, device, optimizer, config.placement)
-        configs = placed(configs, planner)
+        configs = placed(configs, planner, device)
     tables = torchembed.EmbeddingBagCollection(
         configs,
         device=table_device(device),

@@ -36,6 +36,15 @@ def test_losses_are_those_of_tables_on_the_device(
         lines_of_dlrm(tmp_path / "none", *LARGE, *flags, *budgets)
 
 
+@pytest.mark.parametrize("device_bytes", [10**16, 10**13])
+def test_budgets_beyond_the_machine_are_refused(device_bytes: int, tmp_path: Path) -> None:
+    """Of a table of more rows than any machine holds, on the device and in host memory."""
+    flags = ["--device-bytes", device_bytes, "--host-bytes", 10**16, "--max-table-rows", 10**12]
+    sizes = ("--click-log.table-sizes", 10**12, *ROWS[1:])
+    with pytest.raises(ValueError, match=r"^tables do not fit: rank 0 will take .* free memory: "):
+        lines_of_dlrm(tmp_path, *flags, *sizes)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
