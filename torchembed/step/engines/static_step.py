@@ -172,6 +172,8 @@ class StaticStep:
         is_warm = self._num_steps >= self._num_warm_ups and self._sizes is not None
         if not is_warm or self._captured[buffer] is not None:
             return None
+        # A fault of a disk is none of the capture, and no thread may change what one works on.
+        self._program.wait_for_lines()
         return failure_on_any_rank(lambda: self._capture(buffer), self._program.host_state)
 
     def _prepare(self, buffer: int) -> Reason | None:
@@ -182,6 +184,7 @@ class StaticStep:
         """
         preparation = self._preparations[buffer]
         if preparation.can_be_captured and self.bucketized is None and self._has_fixed_shapes:
+            self._program.wait_for_lines()
             failure = failure_on_any_rank(
                 lambda: preparation.capture(self._captured_call), self._program.host_state
             )
@@ -193,7 +196,6 @@ class StaticStep:
     def _captured_call(
         self, call: Callable[[], None], sizes: Sequence[GatheredSize] | None
     ) -> CapturedCall:
-        self._program.wait_for_lines()  # no other thread may change what a capture works on
         return CapturedCall(call, sizes, self._streams.step, self._resources.pool)
 
     def _capture(self, buffer: int) -> None:

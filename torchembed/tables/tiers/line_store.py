@@ -97,12 +97,6 @@ class LineStore:
             with self._open.lock:
                 self._open.table.write(some_rows, some_lines)
 
-    def delete(self, rows: Tensor) -> None:
-        """Delete the lines of ``rows``."""
-        if self._open is not None and len(rows):
-            with self._open.lock:
-                self._open.table.delete(rows)
-
     def announce(self, rows: np.ndarray, buffer_bytes: int) -> AnnouncedLines | None:
         """Have the lines of ``rows``, int64 ``[n]``, read ahead on a thread. Any thread may call
         it; it waits while lines are written.
