@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from torchembed import (
     Missing,
 )
 from torchembed.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+from torchembed.tables import RowChunk, row_chunks, write_rows
 from torchembed.training import TrainPipeline
 
 CPU = torch.device("cpu")
@@ -279,3 +281,58 @@ def test_initial_values_must_be_functions_of_ids(tmp_path: Path) -> None:
             initializer=InPlaceFunction(torch.nn.init.ones_),
             storage=Disk(path=tmp_path, host_rows=4, cache_rows=2),
         )
+
+
+@pytest.mark.parametrize("dynamic", [None, Dynamic()], ids=["static", "dynamic"])
+@pytest.mark.parametrize("way", ["called", "taped"])
+def test_rows_are_written_back_read_and_written_between_steps(
+    tmp_path: Path, way: str, dynamic: Dynamic | None
+) -> None:
+    """While the next batch is prepared, whose rows are brought in once more."""
+    if way == "taped" and picked_kernel("claim_slots", "cpu") != "native":
+        pytest.skip("a tape refuses the reference of claim_slots, which is the host's own work")
+    found = []
+    for storage in (None, disk(tmp_path, "fixed")):
+        model = StoredRanker(storage, dynamic=dynamic)
+        with taped_captures() if way == "taped" else contextlib.nullcontext():
+            pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device=CPU, capture=True)
+            of, losses = iter(BATCHES["fixed"]), []
+            for step in range(COUNT):
+                losses.append(pipeline.progress(of).loss.item())
+                if step % 4 == 1:
+                    model.bags.write_back()
+                if step % 4 == 2:
+                    for table in tables_of(model):
+                        (chunk,) = row_chunks(table, 1 << 20)
+                        halves = RowChunk(chunk.keys[::3], chunk.rows[::3].clone() / 2, {})
+                        write_rows(table, halves)
+        found.append((model, losses))
+    assert found[0][1] == found[1][1]
+    assert_same_tables(found[1][0], found[0][0])
+
+
+def test_several_threads_look_up_at_once(tmp_path: Path) -> None:
+    expected, _ = on_device("Adam", "fixed")
+    model = StoredRanker(disk(tmp_path, "fixed"))
+    train_by_hand(model, BATCHES["fixed"])
+    features = [one.sparse for one in batches("mixed", 24, first=40)]
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(model.bags.lookup, features * 2))
+    for one, looked_up in zip(features * 2, found, strict=True):
+        wanted = expected.bags.lookup(one).vectors.values()
+        assert torch.equal(looked_up.vectors.values(), wanted)
+
+
+@pytest.mark.parametrize("is_exported", [False, True], ids=["compiled", "exported"])
+def test_programs_are_refused(tmp_path: Path, is_exported: bool) -> None:
+    module = StoredRanker(disk(tmp_path, "fixed")).bags.eval()
+    (one,) = batches("fixed", 1)
+
+    def run() -> None:
+        if is_exported:
+            torch.export.export(module, (one.sparse,))
+        else:
+            torch.compile(module, fullgraph=True, backend="eager")(one.sparse)
+
+    with pytest.raises(Exception, match="tables a, b are on disk, and a program of"):
+        run()

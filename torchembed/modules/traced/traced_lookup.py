@@ -19,7 +19,7 @@ from torchembed.modules.traced.lookup_of_tables import (
 )
 from torchembed.modules.traced.stored_rows import read_rows_of_tables
 from torchembed.ops.row_gradients import WeightGradient
-from torchembed.tables import MissingVectors, Table
+from torchembed.tables import Disk, MissingVectors, Table
 
 
 def _is_recorded(tables: Sequence[Table]) -> bool:
@@ -51,6 +51,8 @@ def _is_recorded(tables: Sequence[Table]) -> bool:
 def _read_rows(tables: Sequence[Table], rows: Tensor) -> tuple[Tensor, Tensor]:
     """``[L, D]``, a copy of each of ``rows`` of ``tables`` in host memory, and the row ``[L]`` of
     that for each of them; -1 for none."""
+    if isinstance(tables[0].spec.storage, Disk):
+        tables[0].check_whole("a program of torch.export")
     weights = [table.held_weight() for table in tables]
     read = read_rows_of_tables(weights, rows)
     return read, torch.where(rows < 0, -1, torch.arange(rows.shape[0], device=rows.device))

@@ -5,7 +5,6 @@ memory of the host. The thread waits for the copy, writes the lines that leave, 
 come. So a step on a GPU waits for no host, and a host for no step.
 """
 
-import collections
 import contextlib
 import threading
 import time
@@ -98,15 +97,15 @@ class LineMover:
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._under_way: collections.deque[Future[None]] = collections.deque()
-        self._failure: BaseException | None = None
+        self._last: Future[None] | None = None
+        """It fails where one before it has failed."""
         self._is_stopped = threading.Event()
 
     def submit(self, buffer: MoveBuffer, move: Callable[[MovedLines], None]) -> None:
         """Have ``move`` called with the moves of ``buffer``, once these have arrived; not where
         moves before them have failed."""
         is_abandoned = self._is_stopped.is_set
-        before = self._under_way[-1] if self._under_way else None
+        before = self._last
 
         def task() -> None:
             moves = buffer.wait(_LIMIT_SECONDS, is_abandoned)
@@ -117,7 +116,7 @@ class LineMover:
             if moves is not None:
                 move(moves)
 
-        self._under_way.append(self._on_thread(task))
+        self._last = self._on_thread(task)
 
     def made(self, make: Callable[[], MoveBuffer]) -> MoveBuffer:
         """What ``make`` gives, called on the thread: one that captures a graph may not lock
@@ -133,16 +132,14 @@ class LineMover:
         return self._thread.submit(task)
 
     def wait(self) -> None:
-        """Wait until all lines were moved.
+        """Wait until all lines were moved; any thread may.
 
         Raises:
             Exception: what moving failed with, in this call and all that follow.
         """
-        while self._under_way and self._failure is None:
-            self._failure = self._under_way[0].exception()
-            self._under_way.popleft()
-        if self._failure is not None:
-            raise self._failure
+        failure = None if self._last is None else self._last.exception()
+        if failure is not None:
+            raise failure
 
     def stop(self) -> None:
         """End the thread, which leaves moves that have not arrived; a further call begins it
