@@ -2,11 +2,15 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import torchembed
 from tests.support.disk_tables import (
     LOSS,
     NUM_IDS,
@@ -16,9 +20,13 @@ from tests.support.disk_tables import (
     disk_groups_of,
     most_rows,
     optimizers_of,
+    rows_and_states,
     train_by_hand,
 )
+from tests.support.ranks import run_on_ranks
+from tests.support.sharded_cases import made_mesh
 from torchembed import Disk, Dynamic, EmbeddingBag
+from torchembed.core.row_caches import CacheCounter
 from torchembed.data import BackgroundLoader, Batch
 from torchembed.stores import ReadAheadCounts, ReadAheadTable
 from torchembed.tables import DiskGroup
@@ -112,6 +120,61 @@ def test_no_row_that_was_announced_is_read_late(tmp_path: Path) -> None:
         assert [c.rows_ahead for c in counts_of(model)] == [c.rows_ahead for c in before]
         ahead.retire(numbers[-1])
         ahead.wait()
+
+
+def test_rows_that_leave_host_memory_are_read_ahead_again(tmp_path: Path) -> None:
+    of = batches("fixed", NUM_STEPS)
+    first, rest = of[:NUM_BEFORE], of[NUM_BEFORE:]
+    most = -(-most_rows(of) // 2)
+    model = StoredRanker(Disk(path=tmp_path, cache_rows=most, host_rows=2 * most))
+    pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device="cpu", capture=False)
+    with pipeline, DiskReadAhead(model) as ahead:
+        train(pipeline, first)
+        for batch in rest:
+            ahead.announce(batch)
+        ahead.wait()
+        groups = disk_groups_of(model)
+        evicted = [group.host.counters[CacheCounter.WRITTEN_ROWS].item() for group in groups]
+        iterator = iter(rest)
+        for _ in rest:
+            for group in groups:
+                wait_until_read(table_of(group))
+            pipeline.progress(iterator)
+        for group, before in zip(groups, evicted, strict=True):
+            assert group.host.counters[CacheCounter.WRITTEN_ROWS].item() > before
+        assert [of_group.rows_late for of_group in counts_of(model)] == [0, 0]
+
+
+def on_ranks(path: Path | None) -> list[Any]:
+    """The rows of two ranks, of tables on disk read ahead where there is a ``path``."""
+    of = batches("jagged", 16)
+    most = most_rows(of)
+    storage = None if path is None else Disk(path=path, cache_rows=most, host_rows=2 * most)
+    model = StoredRanker(storage)
+    placements = {"bags.embedding_bags.a": "row_wise", "bags.embedding_bags.b": "table_wise"}
+    placements["sequences.embeddings.d"] = "row_wise"
+    torchembed.shard_embeddings(model, made_mesh("cpu", 1), placements)
+    pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device="cpu", capture=True)
+    own = of[dist.get_rank() :: 2]
+    with pipeline, DiskReadAhead(model) as ahead:
+        train(pipeline, own[:3])
+        model.bags.write_back()
+        model.sequences.write_back()
+        if path is not None:
+            ahead.announce(own[3])
+            ahead.wait()
+            for group in disk_groups_of(model):
+                wait_until_read(table_of(group))
+            assert all(of_group.rows_ahead > 0 for of_group in counts_of(model))
+        train(pipeline, BackgroundLoader(own[3:], num_ahead=8, announce=ahead))
+    return [tensor.numpy() for tensor in rows_and_states(model).values()]
+
+
+def test_sharded_tables_train_the_same(tmp_path: Path) -> None:
+    expected = run_on_ranks(2, on_ranks, None)
+    for of_rank, found in zip(expected, run_on_ranks(2, on_ranks, tmp_path), strict=True):
+        for one, other in zip(of_rank, found, strict=True):
+            np.testing.assert_array_equal(other, one)
 
 
 def table_rows(group: DiskGroup, batch: Batch) -> torch.Tensor:

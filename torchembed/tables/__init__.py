@@ -101,7 +101,7 @@ from torchembed.tables.table_addresses import table_at, table_numbered
 from torchembed.tables.table_set import TableSet
 from torchembed.tables.tiers import (
     LINES,
-    AnnouncedLines,
+    AnnouncedRows,
     CacheStatistics,
     CacheStatisticsReader,
     CacheStatisticsReading,
@@ -123,7 +123,7 @@ __all__ = [
     "AdmissionFilter",
     "AdmissionPolicy",
     "AdmittedRows",
-    "AnnouncedLines",
+    "AnnouncedRows",
     "CacheStatistics",
     "CacheStatisticsReader",
     "CacheStatisticsReading",

@@ -19,7 +19,7 @@ from torchembed.ops.hash_table import find_slots, int64_keys
 from torchembed.sharding.transport.global_rows import are_here
 from torchembed.step.batches.batch_layout import sparse_features
 from torchembed.step.batches.worker import Worker
-from torchembed.tables import AnnouncedLines, DiskGroup, HashIndex, Table, table_of
+from torchembed.tables import AnnouncedRows, DiskGroup, HashIndex, Table, table_of
 
 _CLOSE_SECONDS = 60.0
 
@@ -38,8 +38,9 @@ class DiskReadAhead:
     A pipeline itself looks one or two batches ahead. Given to a
     :class:`~torchembed.data.BackgroundLoader` that makes ``num_ahead`` batches ahead, it is told of
     each, and a thread for each group of tables on :class:`~torchembed.Disk` reads their rows that
-    are not in host memory: as many as are known at a time, in the order in which they are on disk,
-    so that a long look-ahead reads it nearly in sequence. Training is the same, bit for bit.
+    are not in host memory, or leave it: as many as are known at a time, in the order in which they
+    are on disk, so that a long look-ahead reads it nearly in sequence. Training is the same, bit
+    for bit. It takes 5 bytes of host memory for each row of a table, beside ``buffer_bytes``.
 
     Rows are known of collections, by the names of features, whose batches are on the CPU; of
     dynamic tables where these are on the CPU, too. On several ranks each reads those of its own
@@ -64,7 +65,7 @@ class DiskReadAhead:
         self._collections = [m for m in self._modules if isinstance(m, StagedCollection)]
         self._worker: Worker | None = None
         self._under_way: collections.deque[Future[None]] = collections.deque()
-        self._announced: dict[int, list[AnnouncedLines]] = {}
+        self._announced: dict[int, list[AnnouncedRows]] = {}
         """By number, in order; of the worker."""
         self._last = 0
 
@@ -177,16 +178,17 @@ class DiskReadAhead:
         by_group: dict[DiskGroup, list[Tensor]] = {}
         for table, group, ids in found:
             by_group.setdefault(group, []).append(_rows_of(table, group, int64_keys(ids)))
-        announced = [group.read_ahead(torch.cat(rows), size) for group, rows in by_group.items()]
-        self._announced[number] = [lines for lines in announced if lines is not None]
+        self._announced[number] = [
+            group.read_ahead(torch.cat(rows), size) for group, rows in by_group.items()
+        ]
 
     def _groups(self) -> set[DiskGroup]:
         return {group for module in self._modules for group in module.disk_groups()}
 
     def _retire(self, number: int) -> None:
         for known in [known for known in self._announced if known <= number]:
-            for lines in self._announced.pop(known):
-                lines.retire()
+            for rows in self._announced.pop(known):
+                rows.retire()
 
 
 def _bounds(features: SparseFeatures) -> list[int]:

@@ -21,6 +21,7 @@ from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.row_index import Admission, NewRows, RowIndex
 from torchembed.tables.storage import Disk
 from torchembed.tables.table import Table
+from torchembed.tables.tiers.held_rows import AnnouncedRows
 from torchembed.tables.tiers.host_lines import HostLines
 from torchembed.tables.tiers.host_memory import host_tensor
 from torchembed.tables.tiers.initial_lines import InitialLines, RowIdentities
@@ -32,7 +33,7 @@ from torchembed.tables.tiers.line_moves import (
     RecordedMoves,
     recorded_moves,
 )
-from torchembed.tables.tiers.line_store import AnnouncedLines, LineStore
+from torchembed.tables.tiers.line_store import LineStore
 from torchembed.tables.tiers.meta_rows import rows_may_be_meta
 from torchembed.tables.tiers.tiered_group import FetchedRows, TieredGroup
 
@@ -349,25 +350,23 @@ class DiskGroup(TieredGroup):
         self._mover.stop()
         self.lines.store.stop_reading_ahead()
 
-    def read_ahead(self, rows: Tensor, buffer_bytes: int) -> AnnouncedLines | None:
-        """Have the lines of rows read ahead that are not in host memory, for batches to come. Any
-        thread may call it; it waits while lines are written.
+    def read_ahead(self, rows: Tensor, buffer_bytes: int) -> AnnouncedRows:
+        """Have the lines of rows read ahead that are not in host memory, or leave it, for a batch
+        to come. Any thread may call it; it waits while lines are written.
 
         Args:
             rows: int64 ``[n]`` on the CPU.
             buffer_bytes: as of :meth:`LineStore.announce`.
 
         Returns:
-            What was announced, to be retired; None where no row was ever written to the disk.
+            What was announced, to be retired.
 
         Raises:
             Exception: what reading ahead failed with before.
         """
-        lines = self.lines
-        if lines.store.is_empty:
-            return None
-        absent = lines.held.absent(rows.numpy(), self.num_rows)
-        return lines.store.announce(absent, buffer_bytes)
+        held, store = self.lines.held, self.lines.store
+        number, absent = held.announce(rows.numpy(), self.num_rows)
+        return AnnouncedRows(held, number, store.announce(absent, buffer_bytes))
 
     @torch.no_grad()
     def fetch_refused(self, fetched: FetchedRows) -> Tensor:

@@ -22,7 +22,8 @@ class HostLines:
         initial: makes the rows that have none.
 
     Attributes:
-        held: the rows that are at places, as far as the host knows.
+        held: the rows that are at places, as far as the host knows. Those that leave theirs, and
+            that announced batches use, are announced to the store.
     """
 
     def __init__(self, tensors: Sequence[Tensor], store: LineStore, initial: InitialLines) -> None:
@@ -47,8 +48,10 @@ class HostLines:
         Args:
             identities: of the rows of dynamic tables.
         """
-        self.held.note(places, rows)
+        gone = self.held.note(places, rows)
         self._read(self.tensors, places, rows, identities)
+        if len(gone):
+            self.store.announce(gone)
 
     @torch.no_grad()
     def read(

@@ -97,16 +97,16 @@ class LineStore:
             with self._open.lock:
                 self._open.table.write(some_rows, some_lines)
 
-    def announce(self, rows: np.ndarray, buffer_bytes: int) -> AnnouncedLines | None:
+    def announce(self, rows: np.ndarray, buffer_bytes: int | None = None) -> AnnouncedLines | None:
         """Have the lines of ``rows``, int64 ``[n]``, read ahead on a thread. Any thread may call
         it; it waits while lines are written.
 
         Args:
             buffer_bytes: of host memory for lines that were read and not asked for yet; that of the
-                first call counts.
+                first call counts. None: nothing is read where there was none.
 
         Returns:
-            What was announced, to be retired; None where there are no lines.
+            What was announced, to be retired; None where nothing is read.
 
         Raises:
             Exception: what reading ahead failed with before.
@@ -173,11 +173,13 @@ class _OpenStore:
         """Held while lines change, and are announced: what reads ahead must know of every change,
         and not read while the database is replaced."""
 
-    def announce(self, rows: np.ndarray, buffer_bytes: int) -> AnnouncedLines | None:
+    def announce(self, rows: np.ndarray, buffer_bytes: int | None) -> AnnouncedLines | None:
         with self.lock:
             if not self.remove.alive:
                 return None
             if not self._ahead:
+                if buffer_bytes is None:
+                    return None
                 size = max(buffer_bytes, self.table.line_bytes)
                 self._ahead.append(ReadAheadTable(self.table, size))
                 self.table = self._ahead[0]
