@@ -86,7 +86,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_is_missing() -> None:
         "tables take 194.7 GiB, 97.36 GiB of it state, on 1 rank(s); the heaviest: cat_0 (38.15 "
         "GiB), cat_9 (38.15 GiB), cat_19 (38.15 GiB). Use more ranks (at least 2 for rows and "
         "state alone), a 16-bit dtype for the tables, an optimizer with less state such as "
-        "RowwiseAdagrad, a smaller batch_size, or fewer constraints"
+        "RowwiseAdagrad, a smaller batch_size, a disk (NodeDisk), or fewer constraints"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Planner(batch_size=8192, hotness=HOTNESS).plan(TABLES, topology)
