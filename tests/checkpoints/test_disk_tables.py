@@ -285,3 +285,21 @@ def test_a_save_of_a_database_that_is_gone_leaves_the_last_one_whole(tmp_path: P
     assert told.startswith(("CorruptStoreError the store in", "FileNotFoundError"))
     assert str(tmp_path / "disk") in told
     assert rest == [[4], 4, True]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_between_two_steps_of_a_pipeline(wait: bool, tmp_path: Path) -> None:
+    """Which has prepared batches ahead, and goes on while the checkpoint is written."""
+    batches = fixed_batches(NUM_BATCHES)
+    run = new_run("small disk", tmp_path / "disk", None)
+    pipeline, iterator = disk_runs.PIPELINE(run.model, optimizers=run.optimizers), iter(batches)
+    checkpoints = CheckpointFolder(tmp_path / "run", keep=NUM_BATCHES)
+    for step in range(1, NUM_BATCHES + 1):
+        pipeline.progress(iterator)
+        if step in (3, 8):
+            checkpoints.save(step, run, wait=wait)
+    checkpoints.close()
+    for step in (3, 8):
+        resumed = new_run("disk", tmp_path / "resumed", None)
+        assert CheckpointFolder(tmp_path / "run").load(resumed, step) == step
+        assert_equal_runs(trained(resumed, batches[step:]), run)

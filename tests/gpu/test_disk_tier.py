@@ -1,5 +1,6 @@
 """Tables on disk on a GPU: captured steps train what tables on the GPU train."""
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.support.disk_tables import (
 )
 from tests.support.tiny_training import results_of
 from torchembed import Disk, Dynamic
-from torchembed.training import TrainPipeline
+from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline
 
 pytestmark = pytest.mark.gpu
 
@@ -51,6 +52,28 @@ def test_captured_steps_equal_those_with_all_rows_on_the_gpu(
     for one in (batch.to(device) for batch in batches("fixed", 7, first=60)):
         wanted, found = (m.eval()(one.dense, one.sparse) for m in (expected, model))
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dynamic", [None, Dynamic()], ids=["static", "dynamic"])
+@pytest.mark.parametrize("wait", [True, False])
+def test_captured_steps_go_on_from_a_checkpoint(
+    device: torch.device, tmp_path: Path, dynamic: Dynamic | None, wait: bool
+) -> None:
+    """Of a run that goes on meanwhile; and in a run that has captured steps of its own before."""
+    of_form, runs, found = batches("fixed", NUM_BATCHES), [], []
+    for name in ("kept", "resumed"):
+        model = StoredRanker(disk(tmp_path / name, 1), dynamic=dynamic).to(device)
+        runs.append(TrainingRun(model=model, optimizers=optimizers_of(model)))
+    pipelines = [TrainPipeline(r.model, LOSS, r.optimizers, device=device) for r in runs]
+    results_of(pipelines[0], of_form[:20])
+    results_of(pipelines[1], of_form[5:25])
+    with contextlib.closing(CheckpointFolder(tmp_path / "run")) as checkpoints:
+        checkpoints.save(20, runs[0], wait=wait)
+        found.append(results_of(pipelines[0], of_form[20:]))
+    assert CheckpointFolder(tmp_path / "run").load(runs[1]) == 20
+    found.append(results_of(pipelines[1], of_form[20:]))
+    assert found[0] == found[1]
+    assert_same_tables(*(run.model for run in runs))
 
 
 def test_a_batch_that_is_too_large_for_host_memory_is_named(

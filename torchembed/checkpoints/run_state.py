@@ -108,7 +108,13 @@ def load_state(run: TrainingRun, saved: SavedState) -> dict[str, int]:
         group,
     )
     agree_on([*found, *unexpected([*state, *of_apart], saved)], saved)
-    raise_on_all_ranks(saved.tensors.databases.check, what, group)
+    raise_on_all_ranks(
+        lambda: saved.tensors.databases.check(
+            (table.part() for table in on_disk), (table.weight for table in moved)
+        ),
+        what,
+        group,
+    )
     # What is pickled is read first, since it may show that optimizers differ: nothing of the run is
     # changed before all ranks agree that everything fits.
     same_ranks = saved.num_ranks == ranks.world_size()

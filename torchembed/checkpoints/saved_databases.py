@@ -1,6 +1,6 @@
 """Rows of tables that a checkpoint holds in databases."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -62,14 +62,20 @@ class SavedDatabases:
     def __contains__(self, name: str) -> bool:
         return name in self._pieces
 
-    def check(self) -> None:
-        """Open all databases.
+    def check(self, parts: Iterable[DatabasePart], weights: Iterable[str]) -> None:
+        """Open the databases that hold something of the same rows as ``parts`` of tables, or
+        anything of whole ``weights``.
 
         Raises:
             CorruptStoreError: for one that is not as it was written.
         """
+        wanted, whole = list(parts), set(weights)
         for opened in self._opened:
-            opened.table()
+            if any(
+                part.weight in whole or any(_share_rows(part, own) for own in wanted)
+                for part in opened.saved.form.parts
+            ):
+                opened.table()
 
     def rows(self, name: str, rows: range, columns: range | None, of_tensors: ReadRows) -> Tensor:
         """Some consecutive rows of a weight or state, and of these some columns, or all; on the
@@ -184,6 +190,11 @@ class _OpenDatabase:
         if self._store is not None:
             self._store.close()
             self._store = None
+
+
+def _share_rows(one: DatabasePart, other: DatabasePart) -> bool:
+    rows = range(one.offsets[0], one.offsets[0] + one.shape[0])
+    return one.weight == other.weight and bool(_overlap(rows, other.offsets[0], other.shape[0]))
 
 
 def _overlap(wanted: range, first: int, length: int) -> range:

@@ -222,6 +222,7 @@ class Table:
         for group in (self.group, self.group.joined):
             if group is not None:
                 group.make_index()
+        self.owner.note_change()
 
     def holds_ids(self) -> bool:
         """True if ids were inserted into a dynamic table; waits for its device."""
