@@ -25,6 +25,7 @@ from torchembed.tables.tiers.held_rows import AnnouncedRows
 from torchembed.tables.tiers.host_lines import HostLines
 from torchembed.tables.tiers.host_memory import host_tensor
 from torchembed.tables.tiers.initial_lines import InitialLines, RowIdentities
+from torchembed.tables.tiers.line_copies import ROWS_AT_ONCE, MovedRows, change_lines, copy_lines
 from torchembed.tables.tiers.line_layout import LineLayout
 from torchembed.tables.tiers.line_moves import (
     LineMover,
@@ -36,9 +37,6 @@ from torchembed.tables.tiers.line_moves import (
 from torchembed.tables.tiers.line_store import LineStore
 from torchembed.tables.tiers.meta_rows import rows_may_be_meta
 from torchembed.tables.tiers.tiered_group import FetchedRows, TieredGroup
-
-_MOVED_ROWS = 1 << 16
-"""Rows that are copied at once from one database to another."""
 
 
 class DiskGroup(TieredGroup):
@@ -140,7 +138,7 @@ class DiskGroup(TieredGroup):
             torch.empty(shape, dtype=torch.float32, device="meta") for _ in range(rule.num_states)
         )
         self._remake_cache()
-        self._copy_lines(before.store, 1)
+        copy_lines(before.store, self.lines.store, initial_state, with_states=False)
         self._tell_row_bytes()
         self.step = torch.zeros(1, device=self.device)
 
@@ -164,7 +162,7 @@ class DiskGroup(TieredGroup):
             table.cache_device = device
         self._are_new = None if are_new is None or was_meta else are_new.to(device)
         self._remake_cache()
-        self._copy_lines(before.store)
+        self._take_store(before.store)
         if was_meta and self.rule is not None:
             self.set_rule(self.rule, self.initial_state)
         self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
@@ -176,57 +174,27 @@ class DiskGroup(TieredGroup):
         for group in dict.fromkeys(groups):
             if not isinstance(group, DiskGroup) or group is self:
                 continue
-            firsts = [
-                (group.first_row_of(table), self.first_row_of(table), table.num_rows)
+            moved = [
+                MovedRows(group.first_row_of(table), self.first_row_of(table), table.num_rows)
                 for table in self.tables
                 if table in group.tables
             ]
-            self._take_new_rows(group, firsts)
-            is_same = self.lines.store.layout.equals(group.lines.store.layout)
-            if is_same and group.tables == self.tables:
-                self.lines.store, group.lines.store = group.lines.store, self.lines.store
+            if self._are_new is not None and group._are_new is not None:
+                for first, here, count in moved:
+                    self._are_new[here : here + count] = group._are_new[first : first + count]
+            own, given = self.lines.store, group.lines.store
+            if own.layout.equals(given.layout) and group.tables == self.tables:
+                self.lines.store, group.lines.store = given, own
             else:
-                same_states = group.rule == self.rule
-                self._copy_lines(group.lines.store, None if same_states else 1, firsts)
+                same = group.rule == self.rule
+                copy_lines(given, own, self.initial_state, with_states=same, moved=moved)
 
-    def _take_new_rows(self, group: "DiskGroup", firsts: Iterable[tuple[int, int, int]]) -> None:
-        if self._are_new is None or group._are_new is None:
-            return
-        for first, here, count in firsts:
-            self._are_new[here : here + count].copy_(group._are_new[first : first + count])
-
-    def _copy_lines(
-        self,
-        source: LineStore,
-        num_tensors: int | None = None,
-        firsts: Sequence[tuple[int, int, int]] | None = None,
-    ) -> None:
-        """Copy lines of another database, converted to the tensors' dtypes.
-
-        Args:
-            num_tensors: how many of a line's tensors; the states that are left out begin anew.
-            firsts: of each table that is taken over the first row there, that here, and how many
-                rows it has; None for all rows under their numbers.
-        """
-        if source.table is None or self.device.type == "meta":
-            return
-        for chunk in source.table.chunks(_MOVED_ROWS):
-            parts = [(chunk.keys, chunk.lines)]
-            if firsts is not None:
-                parts = []
-                for first, here, count in firsts:
-                    is_here = (chunk.keys >= first) & (chunk.keys < first + count)
-                    parts.append((chunk.keys[is_here] - first + here, chunk.lines[is_here]))
-            for rows, lines in parts:
-                read = source.layout.empty(len(rows), num_tensors)
-                source.layout.unpack(lines, read, torch.arange(len(rows), device="cpu"))
-                layout = self.lines.store.layout
-                found = layout.empty(len(rows))
-                for state in found[1:]:
-                    state.fill_(self.initial_state)
-                for new, old in zip(found, read, strict=False):
-                    new.copy_(old)
-                self.lines.store.write(rows, layout.packed(found))
+    def _take_store(self, store: LineStore) -> None:
+        """Take over all lines of a database, which holds the same rows."""
+        if store.layout.equals(self.lines.store.layout):
+            self.lines.store = store
+        elif self.device.type != "meta":
+            copy_lines(store, self.lines.store, self.initial_state)
 
     def _bring_in(self, fetched: FetchedRows, admission: Admission) -> FetchedRows:
         moves, num_short = self._claim_places(fetched, admission.is_trained)
@@ -510,19 +478,10 @@ class DiskGroup(TieredGroup):
     def _change_lines(
         self, table: Table, change: Callable[[Tensor, Sequence[Tensor]], None]
     ) -> None:
-        """Let ``change`` change the tensors of all lines of ``table``, in place, of rows that it is
-        given."""
+        """:func:`change_lines` of all rows of ``table``."""
         self.write_back()
-        store, first = self.lines.store, self.first_row_of(table)
-        if store.table is None:
-            return
-        for chunk in store.table.chunks(_MOVED_ROWS):
-            is_here = (chunk.keys >= first) & (chunk.keys < first + table.num_rows)
-            rows, lines = chunk.keys[is_here], chunk.lines[is_here]
-            tensors = store.layout.empty(len(rows))
-            store.layout.unpack(lines, tensors, torch.arange(len(rows), device="cpu"))
-            change(rows, tensors)
-            store.write(rows, store.layout.packed(tensors))
+        first = self.first_row_of(table)
+        change_lines(self.lines.store, range(first, first + table.num_rows), change)
         self.forget_cached()
 
     @property
@@ -554,8 +513,8 @@ class DiskGroup(TieredGroup):
         self.write_back()
         if self._are_new is not None:
             # Under their numbers are lines of the ids that had them before, or none.
-            rows = self._are_new.nonzero().flatten().cpu()
-            for some in rows.split(_MOVED_ROWS):
+            rows = self._are_new[:-1].nonzero().flatten().cpu()
+            for some in rows.split(ROWS_AT_ONCE):
                 found = self.read_lines(some)
                 self.lines.store.write(some, self.lines.store.layout.packed(found))
             self._are_new.zero_()
