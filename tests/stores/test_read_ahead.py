@@ -40,7 +40,8 @@ def wait_until_read(table: ReadAheadTable) -> None:
     buffer = table._buffer
 
     def is_idle() -> bool:
-        is_full = not buffer._free and bool((buffer._numbers > buffer.announced.retired).all())
+        numbers = buffer._numbers[: buffer._end]
+        is_full = not buffer.room and bool((numbers > buffer.announced.retired).all())
         return not buffer._reading and (not buffer.announced or is_full)
 
     with buffer.changed:
@@ -363,8 +364,8 @@ class ReadAheadMachine(RuleBasedStateMachine):
     def buffer_is_bounded_and_whole(self) -> None:
         buffer = self.ahead._buffer
         with buffer.changed:
-            assert len(buffer._slots) + len(buffer._free) == 5
-            assert set(buffer._slots.values()) | set(buffer._free) == set(range(5))
+            assert len(buffer._slots) + len(buffer._free) == buffer._end <= 5
+            assert {*buffer._slots.values(), *buffer._free} == set(range(buffer._end))
             for key, slot in buffer._slots.items():
                 line = buffer._lines[slot].tolist() if buffer._has_line[slot] else None
                 assert self.model.get(key) == line

@@ -201,18 +201,26 @@ class _Buffer:
         with self.changed:
             self.announced = self.announced.emptied()
             self._slots: dict[int, int] = {}
-            # Not in memory before it is written.
+            # These take no memory before they are written.
             self._lines = np.empty((self._num_rows, self._table.line_bytes), dtype=np.uint8)
-            self._has_line = np.zeros(self._num_rows, dtype=np.bool_)
-            self._keys = np.zeros(self._num_rows, dtype=np.int64)
-            self._numbers = np.full(self._num_rows, _FREE, dtype=np.int64)
+            self._has_line = np.empty(self._num_rows, dtype=np.bool_)
+            self._keys = np.empty(self._num_rows, dtype=np.int64)
+            self._numbers = np.empty(self._num_rows, dtype=np.int64)
             """Of the last announcement that has named the key of each slot."""
-            self._free = list(range(self._num_rows - 1, -1, -1))
+            self._end = 0
+            """Of the slots that have ever been used."""
+            self._free: list[int] = []
+            """Slots before it that hold no line."""
             self._failure: Exception | None = None
             self._reading: set[int] = set()
             """Keys whose lines the thread reads now, but for those that were changed meanwhile."""
             self._num_reads = 0
             """Of the thread, that have begun."""
+
+    @property
+    def room(self) -> int:
+        """The number of lines for which there is room."""
+        return self._num_rows - len(self._slots)
 
     def stop(self) -> None:
         """Let the thread end."""
@@ -319,12 +327,16 @@ class _Buffer:
     def _next_piece(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Keys to read next, ascending, with the number of their announcement; None where there is
         none, or no room."""
-        self.announced.plan(len(self._free))
-        if len(self._free) < self._piece_rows and self.announced:
-            self._release(np.flatnonzero(self._numbers <= self.announced.retired))
-            self.announced.plan(len(self._free))
-        while self._free:
-            keys, numbers = self.announced.next_piece(min(self._piece_rows, len(self._free)))
+        self.announced.plan(self.room)
+        if self.room < self._piece_rows and self.announced:
+            self._release(np.flatnonzero(self._numbers[: self._end] <= self.announced.retired))
+            self.announced.plan(self.room)
+        while self.room:
+            keys, numbers = self.announced.next_piece(min(self._piece_rows, self.room))
+            if not keys.size and self.announced:
+                # Nothing of the plan was left to be read.
+                self.announced.plan(self.room)
+                continue
             if not keys.size:
                 return None
             slots = np.array(list(map(self._slots.get, keys.tolist(), repeat(-1))), dtype=np.int64)
@@ -341,7 +353,11 @@ class _Buffer:
         self._count(ahead=len(keys))
         listed = keys.tolist()
         places = [place for place, key in enumerate(listed) if key in self._reading]
-        slots = [self._free.pop() for _ in places]
+        num_free = min(len(places), len(self._free))
+        num_new = len(places) - num_free
+        slots = [self._free.pop() for _ in range(num_free)]
+        slots += range(self._end, self._end + num_new)
+        self._end += num_new
         self._slots.update(zip((listed[place] for place in places), slots, strict=True))
         self._lines[slots], self._has_line[slots] = lines[places], found[places]
         self._keys[slots], self._numbers[slots] = keys[places], numbers[places]
