@@ -98,6 +98,8 @@ class DlrmConfig:
     checkpoint_every: int | None = None
     """Steps between checkpoints, written from a copy in the machine's memory while training goes
     on; without it one, at the end or where a signal ends the run."""
+    read_ahead: int = 4
+    """Batches that threads make ahead of the step; rows on disk of all of these are read ahead."""
     tensorboard: bool = False
     """Write metrics for TensorBoard too."""
     mlperf_log: Literal["closed", "open"] | None = None
@@ -110,7 +112,7 @@ class DlrmConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "embedding_dim", "read_loss_every"):
+        for name in ("batch_size", "epochs", "embedding_dim", "read_loss_every", "read_ahead"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_steps", "evaluate_every", "checkpoint_every", "max_table_rows"):

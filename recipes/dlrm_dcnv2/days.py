@@ -17,6 +17,7 @@ from torchembed.data.parquet import parquet_files
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.training import (
     CheckpointFolder,
+    DiskReadAhead,
     Epochs,
     History,
     MetricsWriter,
@@ -141,9 +142,11 @@ class DailyLoop:
                 self.optimizers,
                 autocast=self.config.precision.autocast,
             ) as pipeline,
+            DiskReadAhead(self.model) as ahead,
         ):
             for file in self.files[len(self.days.names) :]:
-                with BackgroundLoader(self.open_day(file)) as loader:
+                source, num_ahead = self.open_day(file), self.config.read_ahead
+                with BackgroundLoader(source, num_ahead=num_ahead, announce=ahead) as loader:
                     epochs = self.days.begin(loader)
                     while not epochs.is_done and not stop.is_agreed:
                         train(

@@ -31,7 +31,14 @@ from torchembed.data import (
 )
 from torchembed.models import DLRM_DCNv2
 from torchembed.tables import table_of
-from torchembed.training import CheckpointFolder, History, TrainingRun, evaluate, plot_history
+from torchembed.training import (
+    CheckpointFolder,
+    DiskReadAhead,
+    History,
+    TrainingRun,
+    evaluate,
+    plot_history,
+)
 
 
 def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stopped:
@@ -61,7 +68,10 @@ def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stop
             values=_mlperf_values(config, train_rows, validation),
         )
     model = build_model(config, train_rows, device)
-    with BackgroundLoader(train_rows) as loader:
+    with (
+        DiskReadAhead(model) as ahead,
+        BackgroundLoader(train_rows, num_ahead=config.read_ahead, announce=ahead) as loader,
+    ):
         loop = TrainLoop(
             config=config,
             model=model,

@@ -27,7 +27,8 @@ def test_losses_are_those_of_tables_on_the_device(
     capsys.readouterr()
     host = MODEL_BYTES // 10
     budgets = ("--device-bytes", MODEL_BYTES // times - host, "--host-bytes", host)
-    found = lines_of_dlrm(tmp_path / "disk", *LARGE, *flags, *budgets, "--disk", tmp_path / "rows")
+    on_disk = ("--disk", tmp_path / "rows", "--read-ahead", 100)
+    found = lines_of_dlrm(tmp_path / "disk", *LARGE, *flags, *budgets, *on_disk)
     plan = capsys.readouterr().out
     assert len(re.findall(rf"disk {tmp_path}/rows, [0-9,]+ rows in host, ", plan)) >= 3
     without = [{k: v for k, v in line.items() if ".cache" not in k} for line in found]
