@@ -27,7 +27,7 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "_weight_dim": (ValueError, r"_weight must have 2 dim", {"_weight": torch.ones(3)}),
     "storage": (
         TypeError,
-        r"storage of this module must be HostMemory\(\.\.\.\) or None for the device, got 'host'",
+        r"storage of this module must be HostMemory\(\.\.\.\), Disk\(\.\.\.\) or None for the dev",
         {"storage": "host"},
     ),
     "storage of a table that grows": (
@@ -40,7 +40,7 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "dtype in host memory": (
         TypeError,
-        "dtype of a table in host memory must be float32, float16 or bfloat16, .* got .*float64",
+        "dtype of a table in host memory or on disk must be float32, .* which .* got .*float64",
         {"storage": HostMemory(cache_rows=2), "dtype": torch.float64},
     ),
     "on_bad_id": (ValueError, 'on_bad_id must be "raise", .* got .ignore', {"on_bad_id": "ignore"}),

@@ -62,7 +62,7 @@ def test_refuses_tables_that_every_rank_would_hold() -> None:
     with pytest.raises(
         ValueError,
         match=r"placement of table tables\.embedding_bags\.b must not be data_parallel, since its "
-        "rows live in host memory",
+        "rows live outside the device",
     ):
         case.plan(2)
 
