@@ -13,6 +13,7 @@ from torch import Tensor
 from torchembed.ops.row_cache import RowMoves
 from torchembed.stores.errors import CorruptStoreError
 from torchembed.tables import Table, TableSpec, Uniform
+from torchembed.tables.tiers import line_moves
 from torchembed.tables.tiers.host_lines import HostLines
 from torchembed.tables.tiers.initial_lines import InitialLines, RowIdentities
 from torchembed.tables.tiers.line_layout import LineLayout
@@ -174,10 +175,15 @@ def test_what_fails_is_raised_again_and_again_and_nothing_is_moved_after_it() ->
     mover.stop()
 
 
-def test_a_thread_that_is_stopped_leaves_what_has_not_arrived() -> None:
+def test_a_thread_that_is_stopped_leaves_what_does_not_arrive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(line_moves, "_CLOSE_SECONDS", 0.05)
     before, done = set(threading.enumerate()), list[int]()
     mover = LineMover()
     mover.submit(MoveBuffer(3, False, CPU), lambda _: done.append(1))
     mover.stop()
     assert set(threading.enumerate()) <= before
     assert not done
+    with pytest.raises(RuntimeError, match="rows on disk were not read for a step that was not"):
+        mover.wait()

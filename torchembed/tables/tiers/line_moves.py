@@ -5,6 +5,7 @@ memory of the host. The thread waits for the copy, writes the lines that leave, 
 come. So a step on a GPU waits for no host, and a host for no step.
 """
 
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -23,6 +24,8 @@ from torchembed.tables.tiers.initial_lines import RowIdentities
 _POLL_SECONDS = 5e-5
 _LIMIT_SECONDS = 600.0
 """The time that a device has to begin a step."""
+_CLOSE_SECONDS = 10.0
+"""The time in which what devices have chosen arrives, where their steps are done."""
 
 
 class MovedLines(NamedTuple):
@@ -113,8 +116,12 @@ class LineMover:
             failure = None if before is None else before.exception()
             if failure is not None:
                 raise failure
-            if moves is not None:
-                move(moves)
+            if moves is None:
+                raise RuntimeError(
+                    "rows on disk were not read for a step that was not begun when its pipeline "
+                    "was closed; load a checkpoint"
+                )
+            move(moves)
 
         self._last = self._on_thread(task)
 
@@ -142,9 +149,11 @@ class LineMover:
             raise failure
 
     def stop(self) -> None:
-        """End the thread, which leaves moves that have not arrived; a further call begins it
-        anew."""
+        """End the thread, after what was submitted; a further call begins it anew. Moves that do
+        not arrive soon are left, and further calls raise then."""
         if self._thread is not None:
+            if self._last is not None:
+                concurrent.futures.wait([self._last], _CLOSE_SECONDS)
             self._is_stopped.set()
             self._thread.shutdown(wait=True)
             self._thread = None
