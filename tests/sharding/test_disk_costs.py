@@ -193,8 +193,8 @@ def test_the_memory_that_a_table_takes(dynamic: Dynamic | None, tmp_path: Path) 
     (group,) = module.table_set.groups
     assert isinstance(group, DiskGroup)
     found = [group.weight, *group.states, *group.cache, *group.host]
-    if group._are_new is not None:
-        found.append(group._are_new)
+    if group._owners.are_new is not None:
+        found.append(group._owners.are_new)
     budget = memory_budget(
         make_plan({"t": use.spec}, 1),
         {"t": use},

@@ -179,7 +179,8 @@ class DiskReadAhead:
         for table, group, ids in found:
             by_group.setdefault(group, []).append(_rows_of(table, group, int64_keys(ids)))
         self._announced[number] = [
-            group.read_ahead(torch.cat(rows), size) for group, rows in by_group.items()
+            group.lines.read_ahead(torch.cat(rows), group.num_rows, size)
+            for group, rows in by_group.items()
         ]
 
     def _groups(self) -> set[DiskGroup]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchembed.tables.tiers.held_rows import HeldRows
+from torchembed.tables.tiers.held_rows import AnnouncedRows, HeldRows
 from torchembed.tables.tiers.initial_lines import InitialLines, RowIdentities
 from torchembed.tables.tiers.line_moves import MovedLines
 from torchembed.tables.tiers.line_store import LineStore
@@ -14,7 +14,8 @@ from torchembed.tables.tiers.line_store import LineStore
 class HostLines:
     """Rows at places of host memory, each a copy of a line on disk or newer than it.
 
-    Which row is at which place, the device knows. Calls come from one thread at a time.
+    Which row is at which place, the device knows. Calls come from one thread at a time,
+    but for :meth:`read_ahead`.
 
     Args:
         tensors: a weight ``[H, D]`` and its states, in the memory of the host.
@@ -52,6 +53,25 @@ class HostLines:
         self._read(self.tensors, places, rows, identities)
         if len(gone):
             self.store.announce(gone)
+
+    def read_ahead(self, rows: Tensor, num_rows: int, buffer_bytes: int) -> AnnouncedRows:
+        """Have the lines of rows read ahead that are not in host memory, or leave it, for a batch
+        to come. Any thread may call it; it waits while lines are written.
+
+        Args:
+            rows: int64 ``[n]`` on the CPU.
+            num_rows: of the group.
+            buffer_bytes: as of :meth:`LineStore.announce`.
+
+        Returns:
+            What was announced, to be retired.
+
+        Raises:
+            Exception: what reading ahead failed with before.
+        """
+        held, store = self.held, self.store
+        number, absent = held.announce(rows.numpy(), num_rows)
+        return AnnouncedRows(held, number, store.announce(absent, buffer_bytes))
 
     @torch.no_grad()
     def read(

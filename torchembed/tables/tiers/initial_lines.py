@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchembed.ops.initialize_rows import InitialValues, initialize_rows
+from torchembed.tables.initial_values import InitializedTable, initial_values
 from torchembed.tables.table import Table
 
 
@@ -58,3 +59,22 @@ class InitialLines(NamedTuple):
         if identities is not None and self.values is not None:
             places = torch.arange(len(rows), device="cpu").masked_fill(~identities.are_new, -1)
             initialize_rows(weight, [], places, identities.ids, numbers.int(), self.values)
+
+
+def initial_lines(
+    tables: Sequence[Table], first_rows: Sequence[int], initial_state: float, *, are_dynamic: bool
+) -> InitialLines:
+    """What makes the rows of a group.
+
+    Args:
+        tables, first_rows, initial_state: as of :class:`InitialLines`.
+        are_dynamic: whether the tables give rows to new ids.
+    """
+    values = None
+    if are_dynamic:
+        found = [
+            InitializedTable(t.spec.key, t.spec.initializer, t.spec.num_rows, t.first_column)
+            for t in tables
+        ]
+        values = initial_values(found, torch.device("cpu"))
+    return InitialLines(tables, first_rows, initial_state, values)
