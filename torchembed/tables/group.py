@@ -15,7 +15,7 @@ from torchembed.ops.initialize_rows import InitialValues, initialize_rows
 from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
 from torchembed.ops.segments import Runs
 from torchembed.tables.gradients.pending_gradients import PendingGradients, RecordedGradients
-from torchembed.tables.initial_values import InitializedTable, initial_values
+from torchembed.tables.initial_values import initial_values
 from torchembed.tables.initializers import RowIds
 from torchembed.tables.missing_rows import (
     Missing,
@@ -24,7 +24,7 @@ from torchembed.tables.missing_rows import (
     MissingVectors,
     missing_rows,
 )
-from torchembed.tables.row_index import Admission, IndexedTable, NewRows, RowIndex, SlotIndex
+from torchembed.tables.row_index import Admission, NewRows, RowIndex, SlotIndex
 from torchembed.tables.table import GradientReduction, Table, mark_parameter
 from torchembed.tables.table_addresses import note_address
 
@@ -84,17 +84,7 @@ class TableGroup:
 
     def make_index(self) -> None:
         """Make the index anew from the specs of the tables, without any contents."""
-        indexed = [
-            IndexedTable(
-                t.spec.key,
-                t.first_row,
-                t.num_rows,
-                t.first_column,
-                t.max_rows,
-                t.id_share.num_shares,
-            )
-            for t in self.tables
-        ]
+        indexed = [table.as_indexed() for table in self.tables]
         self._set_index(self.tables[0].spec.index(indexed, self.weight.device))
 
     def _set_index(self, index: RowIndex) -> None:
@@ -234,11 +224,7 @@ class TableGroup:
 
     @torch.inference_mode(mode=False)
     def _find_initial_values(self) -> InitialValues:
-        tables = [
-            InitializedTable(t.spec.key, t.spec.initializer, t.spec.num_rows, t.first_column)
-            for t in self.tables
-        ]
-        return initial_values(tables, self.device)
+        return initial_values([table.as_initialized() for table in self.tables], self.device)
 
     @property
     def reads_missing(self) -> bool:

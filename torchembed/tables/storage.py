@@ -74,6 +74,19 @@ Storage = HostMemory | Disk
 """What keeps rows elsewhere than on the device."""
 
 
+def rows_held(rows: int | None, num_bytes: int | None, *, num_rows: int, line_bytes: int) -> int:
+    """The rows, at most ``num_rows``, that a size is of.
+
+    Args:
+        rows: the size; None where it is given as ``num_bytes``, which is of one row at least.
+        line_bytes: of a row with its optimizer state.
+    """
+    if rows is None:
+        assert num_bytes is not None
+        rows = max(num_bytes // line_bytes, 1)
+    return min(rows, num_rows)
+
+
 def _check_size(**given: int | None) -> None:
     """Raise unless one of two sizes is given, a positive int."""
     found = {name: value for name, value in given.items() if value is not None}

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torchembed.core.left_behind import LeftBehind
 from torchembed.core.random_bits import name_key
 from torchembed.ops.rowwise_update import RowGradients
+from torchembed.tables.initial_values import InitializedTable
 from torchembed.tables.initializers import Initializer, RowIds, Uniform
 from torchembed.tables.missing_rows import Missing, MissingValue
-from torchembed.tables.row_index import IndexFactory, RangeFactory
+from torchembed.tables.row_index import IndexedTable, IndexFactory, RangeFactory
 from torchembed.tables.storage import Storage
 from torchembed.tables.table_addresses import number_for
 
@@ -192,6 +193,22 @@ class Table:
         if not hasattr(self, "group"):  # of a copy, before its module has formed groups
             return self.kept_contents or {}
         return self.group.index.contents(self.group.tables.index(self))
+
+    def as_initialized(self) -> InitializedTable:
+        """The table in the words of what its new rows get."""
+        spec = self.spec
+        return InitializedTable(spec.key, spec.initializer, spec.num_rows, self.first_column)
+
+    def as_indexed(self) -> IndexedTable:
+        """The table in the words of an index."""
+        return IndexedTable(
+            self.spec.key,
+            self.first_row,
+            self.num_rows,
+            self.first_column,
+            self.max_rows,
+            self.id_share.num_shares,
+        )
 
     def fill_initial_rows(self) -> None:
         """Give every row the value that the table's initializer, seed and the row's id define."""

@@ -4,6 +4,7 @@ import os
 from typing import NamedTuple
 
 from torchembed.tables import Disk, HostMemory, Storage
+from torchembed.tables.storage import rows_held
 
 ROW_NUMBER_BYTES = 4
 """Memory of a cache, on the device, for each row that is stored: the number of its slot. Rows on
@@ -71,21 +72,17 @@ def held_rows(
     """
     if storage is None:
         return HeldRows(num_rows)
-    cached = _num_held(storage.cache_rows, storage.cache_bytes, num_rows, line_bytes)
+    cached = rows_held(
+        storage.cache_rows, storage.cache_bytes, num_rows=num_rows, line_bytes=line_bytes
+    )
     index_bytes = cache_index_bytes(cached, num_rows, is_rounded=is_rounded)
     if not isinstance(storage, Disk):
         return HeldRows(cached, num_rows, index_bytes=index_bytes)
-    in_host = _num_held(storage.host_rows, storage.host_bytes, num_rows, line_bytes)
+    in_host = rows_held(
+        storage.host_rows, storage.host_bytes, num_rows=num_rows, line_bytes=line_bytes
+    )
     index_bytes += place_index_bytes(in_host, num_rows, takes_any_id=takes_any_id)
     return HeldRows(cached, in_host, num_rows, index_bytes, num_rows * LINE_INDEX_BYTES)
-
-
-def _num_held(rows: int | None, num_bytes: int | None, num_rows: int, line_bytes: int) -> int:
-    """The rows, of ``num_rows``, that one of both sizes gives room for."""
-    if rows is None:
-        assert num_bytes is not None
-        rows = max(num_bytes // line_bytes, 1)
-    return min(rows, num_rows)
 
 
 def cache_index_bytes(num_cached: int, num_rows: int, *, is_rounded: bool) -> int:

@@ -12,7 +12,7 @@ from torchembed.ops.row_cache import RowMoves, find_cached, read_rows
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.tables.group import ConvertedRows, TableGroup
 from torchembed.tables.row_index import Admission, NewRows, RowIndex
-from torchembed.tables.storage import Disk
+from torchembed.tables.storage import Disk, rows_held
 from torchembed.tables.table import Table
 from torchembed.tables.tiers.host_lines import HostLines
 from torchembed.tables.tiers.host_memory import host_tensor
@@ -87,11 +87,8 @@ class DiskGroup(TieredGroup):
         self._rows_on_disk = StoredRows(self.lines, self._owners)
 
     def _host_rows_of(self, table: Table) -> int:
-        rows, num_bytes = self._storage.host_rows, self._storage.host_bytes
-        if rows is None:
-            assert num_bytes is not None
-            rows = max(num_bytes // self.line_bytes, 1)
-        return min(rows, table.num_rows)
+        sizes = self._storage.host_rows, self._storage.host_bytes
+        return rows_held(*sizes, num_rows=table.num_rows, line_bytes=self.line_bytes)
 
     def _initial_lines(self) -> InitialLines:
         return initial_lines(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchembed.ops.initialize_rows import InitialValues, initialize_rows
-from torchembed.tables.initial_values import InitializedTable, initial_values
+from torchembed.tables.initial_values import initial_values
 from torchembed.tables.table import Table
 
 
@@ -72,9 +72,5 @@ def initial_lines(
     """
     values = None
     if are_dynamic:
-        found = [
-            InitializedTable(t.spec.key, t.spec.initializer, t.spec.num_rows, t.first_column)
-            for t in tables
-        ]
-        values = initial_values(found, torch.device("cpu"))
+        values = initial_values([t.as_initialized() for t in tables], torch.device("cpu"))
     return InitialLines(tables, first_rows, initial_state, values)

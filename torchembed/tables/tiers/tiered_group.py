@@ -26,6 +26,7 @@ from torchembed.tables.admission_clock import AdmissionClock
 from torchembed.tables.group import ConvertedRows, TableGroup
 from torchembed.tables.initializers import is_function_of_id
 from torchembed.tables.row_index import Admission, NewRows, SlotIndex
+from torchembed.tables.storage import rows_held
 from torchembed.tables.table import Table
 from torchembed.tables.tiers.host_memory import host_tensor
 from torchembed.tables.tiers.slot_keys import SlotKeys
@@ -112,11 +113,8 @@ class TieredGroup(TableGroup):
     def _cache_rows_of(self, table: Table) -> int:
         storage = table.spec.storage
         assert storage is not None
-        rows = storage.cache_rows
-        if rows is None:
-            assert storage.cache_bytes is not None
-            rows = max(storage.cache_bytes // self.line_bytes, 1)
-        return min(rows, table.num_rows)
+        sizes = storage.cache_rows, storage.cache_bytes
+        return rows_held(*sizes, num_rows=table.num_rows, line_bytes=self.line_bytes)
 
     @property
     def line_bytes(self) -> int:
