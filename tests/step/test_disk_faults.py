@@ -27,6 +27,7 @@ from tests.support.disk_tables import (
 from tests.support.tiny_model import step_by_hand
 from tests.support.tiny_training import results_of
 from torchembed import Disk
+from torchembed.optim import SGD, Adam, split_parameters
 from torchembed.stores import CorruptStoreError, StoreInUseError
 from torchembed.tables.tiers.line_store import LineStore
 from torchembed.training import TrainPipeline
@@ -195,3 +196,14 @@ def test_what_to_install_is_said_before_training(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=r"rocksdict, .*; pip install 'torchembed\[disk\]'"):
         optimizers_of(model)
     assert not (tmp_path / "rows").exists()
+
+
+def test_an_optimizer_that_is_refused_leaves_tables_as_they_were(tmp_path: Path) -> None:
+    # With Adam's state a row takes 48 bytes in place of 16.
+    model = StoredRanker(Disk(path=tmp_path, cache_rows=20, host_bytes=20 * 16))
+    tables, _ = split_parameters(model.parameters())
+    with pytest.raises(ValueError, match="enlarge host_rows or host_bytes"):
+        Adam(tables, lr=0.1)
+    expected, one = StoredRanker(None), BATCHES[0]
+    assert torch.equal(model.eval()(one.dense, one.sparse), expected(one.dense, one.sparse))
+    SGD(tables, lr=0.1)

@@ -263,3 +263,5 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         DiskReadAhead(model, buffer_bytes=1.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="announce must be a DiskReadAhead or None, got 5"):
         BackgroundLoader([], announce=5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="number must be an int, as announcing gave it, got True"):
+        DiskReadAhead(model).retire(True)

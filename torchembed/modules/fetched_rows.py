@@ -78,7 +78,8 @@ def _submit_places(group: DiskGroup, names: str, num_short: Tensor, report: BadI
         return (
             f"tables {names} on disk share {num_places} rows of host memory, and a batch needs "
             f"{num_short} more beside the rows in the cache on the device; enlarge host_rows or "
-            "host_bytes of their storage by as many rows, or train smaller batches"
+            "host_bytes of their storage by as many rows, train smaller batches, or close one "
+            "pipeline before another trains them"
         )
 
     report.submit(num_short, (num_short == 0).long(), None, describe, RuntimeError)

@@ -102,6 +102,14 @@ class TableModule(DynamicTableOperations):
         for group in self.disk_groups():
             group.wait_for_lines()
 
+    @torch.no_grad()
+    def release_prepared(self) -> None:
+        """Let go of the rows of batches that were prepared ahead of their step, none of which is
+        under way any more. Never waits for a GPU."""
+        for group in self._table_set.current_groups():
+            if group.changes_on_admission and not group.weight.is_meta:
+                group.release_prepared()
+
     def stop_threads(self) -> None:
         """End the threads that read and write tables on disk, which begin anew where they are
         needed. No step may be under way."""

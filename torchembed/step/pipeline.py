@@ -211,7 +211,7 @@ class TrainPipeline:
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0
         self._intake = BatchIntake(model, loss_fn, self._engines, padding, max_layouts)
-        modules = [m for m in model.modules() if isinstance(m, TableModule)]
+        modules = self._modules = [m for m in model.modules() if isinstance(m, TableModule)]
         self._timed = [module for module in modules if module.timed_indices()]
         self._on_disk = [module for module in modules if module.disk_groups()]
         self._growing = TablesThatGrow(model)
@@ -318,7 +318,10 @@ class TrainPipeline:
         changed = self._engines.values.outdated
         if changed is not None:
             self._record.note_change(changed)
-        self.close()
+        try:
+            self.check_ids()
+        finally:
+            self._release()
 
     def _follow_layouts(self, now: ReadBatch) -> None:
         """Begin anew where on any rank the layout of captured steps is another one by now."""
@@ -352,14 +355,23 @@ class TrainPipeline:
         try:
             self.check_ids()
         finally:
-            self._release()
+            self._end()
 
-    def _release(self) -> None:
-        """Destroy the graphs, unless a step hangs, for which that might wait for ever."""
-        if self._in_flight.finish_within(_RELEASE_SECONDS):
-            self._engines.release()
+    def _end(self) -> None:
+        """Destroy the graphs and end the threads, unless a step hangs."""
+        if self._release():
             for module in self._on_disk:
                 module.stop_threads()
+
+    def _release(self) -> bool:
+        """Destroy the graphs, unless a step hangs, for which that might wait for ever: then
+        False. A batch that was prepared ahead is prepared again, if it is trained at all."""
+        is_finished = self._in_flight.finish_within(_RELEASE_SECONDS)
+        if is_finished:
+            self._engines.release()
+            for module in self._modules if len(self._upcoming) > 0 else ():
+                module.release_prepared()
+        return is_finished
 
     def __enter__(self) -> Self:
         return self
@@ -373,7 +385,7 @@ class TrainPipeline:
         if error is None:
             self.close()
         else:
-            self._release()
+            self._end()
 
     def take_up_changes(self) -> None:
         """Capture anew on all ranks where the model was changed on one of them.

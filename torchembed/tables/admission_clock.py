@@ -69,6 +69,13 @@ class AdmissionClock:
         if not keeps_rows:
             self._released.copy_(torch.maximum(self._released, self._trained))
 
+    def release_prepared(self, *, keeps_rows: bool = False) -> None:
+        """No batch that was prepared ahead is under way any more: it is not trained, or prepared
+        again. Let go of their rows, unless all rows stay in use."""
+        self._trained.copy_(torch.maximum(self._trained, self._prepared))
+        if not keeps_rows:
+            self._released.copy_(torch.maximum(self._released, self._trained))
+
     def release_forwards(self, *, keeps_rows: bool = False) -> None:
         """An update has trained all batches but those that were prepared ahead and are still to
         be trained: let go of their rows, unless all rows stay in use."""

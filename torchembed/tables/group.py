@@ -189,6 +189,11 @@ class TableGroup:
         Never waits for a GPU."""
         self.index.release(epoch, keeps_rows=self.rule is None)
 
+    def release_prepared(self) -> None:
+        """Let go of the rows of batches that were prepared ahead, none of which is under way any
+        more; as :meth:`release`. Never waits for a GPU."""
+        self.index.release_prepared(keeps_rows=self.rule is None)
+
     def release_forwards(self) -> None:
         """Let go of the rows of forwards that were not prepared ahead, which an update has trained.
         Never waits for a GPU."""

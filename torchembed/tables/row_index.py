@@ -153,6 +153,11 @@ class RowIndex(Protocol):
         """
         ...
 
+    def release_prepared(self, *, keeps_rows: bool = False) -> None:
+        """Let the rows of all batches go that were prepared ahead: none of them is under way any
+        more. Never waits for a GPU. ``keeps_rows`` as for :meth:`release`."""
+        ...
+
     def release_forwards(self, *, keeps_rows: bool = False) -> None:
         """Let the rows go that forwards admitted which were not prepared ahead: an update has
         trained them. Never waits for a GPU. ``keeps_rows`` as for :meth:`release`."""
@@ -270,6 +275,9 @@ class RangeIndex:
         return RangeSlots(firsts, counts, self._device)
 
     def release(self, epoch: Tensor, *, keeps_rows: bool = False) -> None:
+        """Nothing is ever evicted."""
+
+    def release_prepared(self, *, keeps_rows: bool = False) -> None:
         """Nothing is ever evicted."""
 
     def release_forwards(self, *, keeps_rows: bool = False) -> None:

@@ -104,7 +104,13 @@ class DiskReadAhead:
 
     def retire(self, number: int) -> None:
         """Let go of what announcement ``number`` and those before it have named: their batches were
-        trained, or will not be."""
+        trained, or will not be.
+
+        Raises:
+            TypeError: where ``number`` is no int.
+        """
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"number must be an int, as announcing gave it, got {number!r}")
         if self._worker is not None:
             self._under_way.append(self._worker.submit(lambda: self._retire(number)))
 

@@ -164,6 +164,9 @@ class StaticStep:
         # A step that has prepared this batch has waited for it.
         if self._prepared != now.number:
             self.buffers.wait_until_filled(buffer)
+            # The batch may have rows of one that was prepared and is not trained, whose lines are
+            # still being read.
+            self._program.wait_for_lines()
             failure = self._prepare(buffer)
             if failure is not None:
                 return failure

@@ -246,6 +246,9 @@ class HashIndex:
     def release(self, epoch: Tensor, *, keeps_rows: bool = False) -> None:
         self.clock.release(epoch, keeps_rows=keeps_rows)
 
+    def release_prepared(self, *, keeps_rows: bool = False) -> None:
+        self.clock.release_prepared(keeps_rows=keeps_rows)
+
     def release_forwards(self, *, keeps_rows: bool = False) -> None:
         self.has_forwards_under_way = False
         self.clock.release_forwards(keeps_rows=keeps_rows)

@@ -63,15 +63,7 @@ class DiskGroup(TieredGroup):
         device, layout = self.device, LineLayout([self._stored_weight, *self._stored_states])
         # Nothing is brought in before an optimizer trains the tables.
         is_used = self.rule is not None and device.type != "meta"
-        num_places = sum(map(self._host_rows_of, self.tables)) if is_used else 1
-        num_slots = self.cache.row_of_slot.numel()
-        if is_used and num_places < num_slots:
-            names = ", ".join(table.spec.name for table in self.tables)
-            raise ValueError(
-                f"storage of tables {names} must hold at least as many rows in host memory as in "
-                f"the cache, got {num_places} and {num_slots} rows of {layout.line_bytes} bytes "
-                "with their optimizer state; enlarge host_rows or host_bytes"
-            )
+        num_places = self._num_places() if is_used else 1
         tensors = [
             host_tensor((num_places, *stored.shape[1:]), stored.dtype, device)
             for stored in (self._stored_weight, *self._stored_states)
@@ -85,6 +77,23 @@ class DiskGroup(TieredGroup):
         )
         self.host = self._places.cache
         self._rows_on_disk = StoredRows(self.lines, self._owners)
+
+    def _num_places(self) -> int:
+        """Rows that host memory holds.
+
+        Raises:
+            ValueError: where they are fewer than those of the cache.
+        """
+        num_places = sum(map(self._host_rows_of, self.tables))
+        num_slots = sum(map(self._cache_rows_of, self.tables))
+        if num_places < num_slots:
+            names = ", ".join(table.spec.name for table in self.tables)
+            raise ValueError(
+                f"storage of tables {names} must hold at least as many rows in host memory as in "
+                f"the cache, got {num_places} and {num_slots} rows of {self.line_bytes} bytes "
+                "with their optimizer state; enlarge host_rows or host_bytes"
+            )
+        return num_places
 
     def _host_rows_of(self, table: Table) -> int:
         sizes = self._storage.host_rows, self._storage.host_bytes
@@ -112,12 +121,17 @@ class DiskGroup(TieredGroup):
 
     def set_rule(self, rule: UpdateRule, initial_state: float) -> None:
         self.write_back()
-        before = self._rows_on_disk
+        before, kept = self._rows_on_disk, (self.rule, self.initial_state, self._stored_states)
         self.rule, self.initial_state = rule, initial_state
         shape = rule.state_shape(*self._stored_weight.shape)
         self._stored_states = tuple(
             torch.empty(shape, dtype=torch.float32, device="meta") for _ in range(rule.num_states)
         )
+        try:
+            self._num_places()
+        except ValueError:
+            self.rule, self.initial_state, self._stored_states = kept
+            raise
         self._remake_cache()
         self._rows_on_disk.take_all(before, with_states=False)
         self._tell_row_bytes()
@@ -228,6 +242,12 @@ class DiskGroup(TieredGroup):
             self._mover.wait()
         else:
             recorded.append(RecordedMoves(self._mover))
+        if fetched.num_short is not None and fetched.may_be_late is not None:
+            # Another pipeline over the tables may have made room of the batch's rows.
+            places = self._places.find(fetched.unique_rows)
+            num_lost = ((places < 0) & (fetched.unique_rows >= 0)).sum(0, keepdim=True)
+            fetched.num_short.add_(num_lost * fetched.may_be_late)
+            fetched.may_be_late.logical_and_(num_lost == 0)
         return super().fetch_refused(fetched)
 
     def _move(self, moves: RowMoves) -> None:

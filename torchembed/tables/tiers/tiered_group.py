@@ -310,6 +310,9 @@ class TieredGroup(TableGroup):
             are there.
         """
         is_late = (fetched.num_refused > 0) | (fetched.num_emptied != self._num_emptied)
+        # Another pipeline over the tables may have made room of the batch's rows.
+        slots = self.placed_rows(fetched.unique_rows)
+        is_late |= ((slots < 0) & (fetched.unique_rows >= 0)).any(0, keepdim=True)
         if fetched.may_be_late is not None:
             is_late = is_late & fetched.may_be_late
         self.counters.late_batches.add_(is_late)
@@ -387,6 +390,10 @@ class TieredGroup(TableGroup):
     def release(self, epoch: Tensor) -> None:
         super().release(epoch)
         self.clock.release(epoch)
+
+    def release_prepared(self) -> None:
+        super().release_prepared()
+        self.clock.release_prepared()
 
     def release_forwards(self) -> None:
         super().release_forwards()
