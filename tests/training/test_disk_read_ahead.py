@@ -90,7 +90,8 @@ def test_training_is_the_same(
     assert sum(of_group.rows_ahead for of_group in counts) > 0
 
 
-def test_no_row_that_was_announced_is_read_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [False, True], ids=["the same steps", "steps captured anew"])
+def test_no_row_that_was_announced_is_read_late(tmp_path: Path, changes: bool) -> None:
     model = StoredRanker(Disk(path=tmp_path, cache_rows=NUM_IDS, host_rows=NUM_IDS))
     of, optimizers = batches("fixed", NUM_STEPS), optimizers_of(model)
     pipeline = TrainPipeline(model, LOSS, optimizers, device="cpu", capture=True)
@@ -105,6 +106,8 @@ def test_no_row_that_was_announced_is_read_late(tmp_path: Path) -> None:
         for group in disk_groups_of(model):
             wait_until_read(table_of(group))
         before = counts_of(model)
+        if changes:
+            next(model.dense.parameters()).requires_grad_(False)
         train(pipeline, of)
         for group, (rows_ahead, *_), now in zip(
             disk_groups_of(model), before, counts_of(model), strict=True
