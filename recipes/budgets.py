@@ -1,4 +1,4 @@
-"""Where the tables of a run live, within memory of given sizes."""
+"""Placing the tables of a run within memory of given sizes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ class Budgets:
     """Memory that tables, their optimizer state and their buffers may take."""
 
     device_bytes: int
-    """Of each rank's device."""
+    """Memory of each rank's device."""
     host_bytes: int
-    """Of the host, beside its devices, of all ranks together."""
+    """Memory of the host, beside that of its devices, for all ranks together."""
     disk: Path | None = None
     """Folder for rows that neither has room for; without it there is none for them."""
 

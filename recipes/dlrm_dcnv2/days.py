@@ -59,7 +59,7 @@ class DaysDone:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        """Of their files."""
+        """The names of the files of the days that are trained."""
         self.epochs: Epochs | None = None
         """Over the next day's file, once it was begun."""
         self._position: dict[str, Any] | None = None

@@ -22,20 +22,20 @@ from torchembed.tables import (
 )
 
 DATABASES = "databases."
-"""What the entries of checkpoints begin with that hold the forms of a rank's databases."""
+"""The beginning of the names of a checkpoint's entries that hold forms of databases."""
 
 _INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, Constant)}
 
 
 class InitialRows(NamedTuple):
-    """What rows have for which no line was written."""
+    """The values of rows for which no line was written, as functions of their ids."""
 
     name: str
-    """Of the table."""
+    """The table's name."""
     seed: int
     initializer: str
     numbers: dict[str, float]
-    """Its fields."""
+    """The initializer's fields."""
     zero_row: int | None
     """A row of zeros; None where there is none."""
 
@@ -106,10 +106,10 @@ class DatabasePart(NamedTuple):
 
 
 class DatabaseForm(NamedTuple):
-    """What a database holds: lines of the bytes of a row and of its optimizer state."""
+    """The form of a database: its lines are the bytes of a row and of its optimizer state."""
 
     dtype: str
-    """Of rows; states are float32."""
+    """The dtype of rows; states are float32."""
     state_columns: dict[str, int | None]
     """By the names of states, in their order in a line: their columns, None for one number."""
     initial_state: float

@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"\d{6,}")
 
 
 class Description(NamedTuple):
-    """What an export holds."""
+    """The contents of an export."""
 
     number: int
     is_whole: bool
@@ -59,7 +59,7 @@ class DeltaFolder:
         self.path = Path(path)
         self._marks: dict[str, DeltaMark] = {}
         self._number: int | None = None
-        """Of the export that the marks are of."""
+        """The number of the export that the marks are of."""
 
     def numbers(self) -> list[int]:
         """The numbers of the exports that are there, in order."""

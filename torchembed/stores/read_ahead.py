@@ -21,7 +21,7 @@ _FREE = np.iinfo(np.int64).max
 
 
 class ReadAheadCounts(NamedTuple):
-    """What a :class:`ReadAheadTable` has read so far."""
+    """Numbers of lines that a :class:`ReadAheadTable` has read so far."""
 
     rows_ahead: int
     """Rows that the thread has read from the table."""
@@ -206,7 +206,7 @@ class _Buffer:
             self._has_line = np.empty(self._num_rows, dtype=np.bool_)
             self._keys = np.empty(self._num_rows, dtype=np.int64)
             self._numbers = np.empty(self._num_rows, dtype=np.int64)
-            """Of the last announcement that has named the key of each slot."""
+            """The number of the last announcement that has named the key of each slot."""
             self._end = 0
             """Of the slots that have ever been used."""
             self._free: list[int] = []

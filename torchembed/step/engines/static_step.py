@@ -187,7 +187,6 @@ class StaticStep:
         """
         preparation = self._preparations[buffer]
         if preparation.can_be_captured and self.bucketized is None and self._has_fixed_shapes:
-            self._program.wait_for_lines()
             failure = failure_on_any_rank(
                 lambda: preparation.capture(self._captured_call), self._program.host_state
             )

@@ -64,7 +64,7 @@ class InitialLines(NamedTuple):
 def initial_lines(
     tables: Sequence[Table], first_rows: Sequence[int], initial_state: float, *, are_dynamic: bool
 ) -> InitialLines:
-    """What makes the rows of a group.
+    """An :class:`InitialLines` for the rows of a group.
 
     Args:
         tables, first_rows, initial_state: as of :class:`InitialLines`.

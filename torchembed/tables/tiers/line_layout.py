@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LineLayout:
-    """What a line holds: the bytes of the weight's row, and then those of each state's.
+    """The layout of a line: the bytes of the weight's row, and then those of each state's.
 
     Args:
         tensors: a weight ``[n, D]`` and its states, ``[n, ...]`` each, of any number of rows and on

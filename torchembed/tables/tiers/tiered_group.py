@@ -33,7 +33,7 @@ from torchembed.tables.tiers.slot_keys import SlotKeys
 from torchembed.tables.tiers.step_counters import new_step_counters
 
 _FILLED_ELEMENTS = 1 << 24
-"""Of the initial rows that a GPU makes at a time."""
+"""Elements of initial rows that a GPU makes at a time."""
 
 
 class FetchedRows(NamedTuple):
