@@ -4,6 +4,7 @@ The library is a plain one on the LibTorch stable ABI, loaded by ``torch.ops.loa
 knows no Python symbols, so one binary serves every Python and every torch since TORCH_TARGET.
 """
 
+import itertools
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import ExecError
+from setuptools.modified import newer_group
 
 TORCH_TARGET = (2, 11)
 """The oldest torch that the library runs on; its headers show no symbol newer than that."""
@@ -106,57 +109,73 @@ def native_library(torch: Path) -> Extension:
 class BuildNative(build_ext):
     """Names the library ``_C.abi3.so`` whatever the Python; compiles its files side by side."""
 
-    def build_extensions(self) -> None:
+    def run(self) -> None:
+        """Build, unless a library that is to be built in place is newer than all it is made of:
+        ``pip install -e`` keeps no objects of the one that it built."""
+        for extension in self.extensions:
+            library = self.get_ext_filename(extension.name)
+            is_old = newer_group([*extension.sources, *extension.depends], library, "newer")
+            if self.force or not self.inplace or is_old:
+                super().run()
+                return
+
+    def build_extension(self, ext: Extension) -> None:
         compile_files = self.compiler.compile
 
         def compile_side_by_side(sources: list[str], **options: Any) -> list[str]:
+            def compile_file(source: str) -> str:
+                return compile_files([source], **options)[0]
+
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                objects = pool.map(lambda source: compile_files([source], **options), sources)
-                return [name for names in objects for name in names]
+                for_gpus = None
+                if cuda_folder is not None:  # these take longest, so they are begun first
+                    kernels = pool.map(self.compile_kernels, sorted(Path("csrc/cuda").glob("*.cu")))
+                    callers = map(str, sorted(Path("csrc/cuda").glob("*.cpp")))
+                    for_gpus = itertools.chain(kernels, pool.map(compile_file, callers))
+                objects = [*pool.map(compile_file, sources)]
+                return objects if for_gpus is None else objects + self.add_cuda(ext, for_gpus)
 
         self.compiler.compile = compile_side_by_side
-        for extension in self.extensions:
-            if cuda_folder is not None:
-                self.add_cuda(extension, cuda_folder)
-        super().build_extensions()
+        super().build_extension(ext)
 
-    def add_cuda(self, extension: Extension, cuda: Path) -> None:
-        """Add the kernels for GPUs, or warn where the toolkit in ``cuda`` does not compile them."""
+    def add_cuda(self, ext: Extension, objects: Iterable[str]) -> list[str]:
+        """The objects for GPUs, linked with the runtime that they call; none, and a warning, where
+        the toolkit does not compile them."""
+        assert cuda_folder is not None
         try:
-            extension.extra_objects += self.compile_cuda(cuda)
+            objects = [*objects]
         except ExecError as error:
             warnings.warn(
                 f"the CUDA compiler failed, so the library is built without its kernels for GPUs, "
                 f"and torch's and Triton's take their place: {error}",
                 stacklevel=1,
             )
-            return
-        extension.sources += sorted(map(str, Path("csrc/cuda").glob("*.cpp")))
+            return []
         # The runtime is linked statically: without a driver it stays idle, so the library loads on
         # machines without a GPU too.
-        extension.extra_link_args += [str(cuda / CUDA_PARTS[1]), "-ldl", "-lrt", "-lpthread"]
-
-    def compile_cuda(self, cuda: Path) -> list[str]:
-        """The objects of the kernels for GPUs: machine code of each generation, or of that one
-        which stands in the file's name."""
-        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
-        objects = []
-        for source in sorted(Path("csrc/cuda").glob("*.cu")):
-            objects.append(str(Path(self.build_temp, f"{source.stem}.cu.o")))
-            only = re.search(r"\.sm_(\w+)$", source.stem)
-            generation = "-arch=all-major"
-            if only is not None:
-                generation = f"-gencode=arch=compute_{only[1]},code=sm_{only[1]}"
-            options = (
-                "-std=c++20",
-                "-O3",
-                "-fmad=false",  # as on the CPU
-                generation,
-                "-Xcompiler=-fPIC,-fvisibility=hidden",
-            )
-            command = [str(cuda / CUDA_PARTS[0]), "-c", str(source), "-o", objects[-1]]
-            self.spawn([*command, *options, "-ccbin", shlex.split(os.environ["CXX"])[0]])
+        ext.extra_link_args += [str(cuda_folder / CUDA_PARTS[1]), "-ldl", "-lrt", "-lpthread"]
         return objects
+
+    def compile_kernels(self, source: Path) -> str:
+        """The object of a file of kernels for GPUs: machine code of each generation, or of that one
+        which stands in the file's name."""
+        assert cuda_folder is not None
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+        compiled = str(Path(self.build_temp, f"{source.stem}.cu.o"))
+        only = re.search(r"\.sm_(\w+)$", source.stem)
+        generation = "-arch=all-major"
+        if only is not None:
+            generation = f"-gencode=arch=compute_{only[1]},code=sm_{only[1]}"
+        options = (
+            "-std=c++20",
+            "-O3",
+            "-fmad=false",  # as on the CPU
+            generation,
+            "-Xcompiler=-fPIC,-fvisibility=hidden",
+        )
+        command = [str(cuda_folder / CUDA_PARTS[0]), "-c", str(source), "-o", compiled]
+        self.spawn([*command, *options, "-ccbin", shlex.split(os.environ["CXX"])[0]])
+        return compiled
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".abi3.so"

@@ -41,12 +41,13 @@ struct Cache {
     const int64_t slot = slot_of_row[row];
     return (uint64_t)slot < (uint64_t)num_slots ? slot : -1;
   }
-  // While slots are claimed, those of rows that the batch has are marked by a row below -1, so that
-  // nothing is evictable that it needs.
-  void mark(int64_t slot, int64_t row) const { row_of_slot[slot] = -2 - row; }
+  void use(int64_t slot, int64_t epoch) const {
+    last_use[slot] = epoch;
+    is_recent[slot] = is_dirty[slot] = true;
+  }
 
   bool is_evictable(int64_t slot, int64_t released) const {
-    return row_of_slot[slot] == -1 || (row_of_slot[slot] >= 0 && last_use[slot] <= released);
+    return row_of_slot[slot] < 0 || last_use[slot] <= released;
   }
 };
 
@@ -109,40 +110,30 @@ class Batch {
 
   int64_t num_missing() const { return first_missing_.back(); }
 
-  void mark() const {
+  // Notes that the slots of rows that are cached are used, so that none of them is evictable.
+  void use_held(int64_t epoch) const {
     for_each([&](int64_t index, int64_t) {
-      if (slots_[index] >= 0) cache_.mark(slots_[index], rows_[index]);
+      if (slots_[index] >= 0) cache_.use(slots_[index], epoch);
     });
   }
 
-  void unmark() const {
-    for_each([&](int64_t index, int64_t) {
-      if (slots_[index] >= 0) cache_.row_of_slot[slots_[index]] = rows_[index];
-    });
-  }
-
-  // Gives the rows that are missing the slots `taken`, notes the moves, and that all are used.
-  // Returns the number of rows to write back.
+  // Gives the rows that are missing the slots `taken`, and notes the moves. Returns the number of
+  // rows to write back.
   int64_t take(const std::vector<int32_t>& taken, int64_t epoch, Moves moves) const {
     std::atomic<int64_t> num_written{0};
     for_each([&](int64_t index, int64_t missing) {
-      int64_t slot = slots_[index];
-      if (slot < 0) {
-        slot = taken[missing];
-        const int64_t old_row = cache_.row_of_slot[slot];
-        const bool is_held = (uint64_t)old_row < (uint64_t)cache_.num_rows;
-        if (is_held) cache_.slot_of_row[old_row] = -1;
-        const bool is_written = is_held && cache_.is_dirty[slot];
-        if (is_written) num_written.fetch_add(1, std::memory_order_relaxed);
-        moves.slots[missing] = (int32_t)slot;
-        moves.written_rows[missing] = is_written ? old_row : -1;
-        moves.read_rows[missing] = rows_[index];
-        cache_.slot_of_row[rows_[index]] = (int32_t)slot;
-        cache_.row_of_slot[slot] = rows_[index];
-      }
-      cache_.last_use[slot] = epoch;
-      cache_.is_recent[slot] = true;
-      cache_.is_dirty[slot] = true;
+      if (slots_[index] >= 0) return;
+      const int64_t slot = taken[missing], old_row = cache_.row_of_slot[slot];
+      const bool is_held = (uint64_t)old_row < (uint64_t)cache_.num_rows;
+      if (is_held) cache_.slot_of_row[old_row] = -1;
+      const bool is_written = is_held && cache_.is_dirty[slot];
+      if (is_written) num_written.fetch_add(1, std::memory_order_relaxed);
+      moves.slots[missing] = (int32_t)slot;
+      moves.written_rows[missing] = is_written ? old_row : -1;
+      moves.read_rows[missing] = rows_[index];
+      cache_.slot_of_row[rows_[index]] = (int32_t)slot;
+      cache_.row_of_slot[slot] = rows_[index];
+      cache_.use(slot, epoch);
     });
     return num_written;
   }
@@ -219,16 +210,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> claim_slots(
   const int64_t num_missing = batch.num_missing();
   counts[kUniqueRows] += num_wanted;
   counts[kUniqueMisses] += num_missing;
-  batch.mark();
+  batch.use_held(now);
   const Walk walk = walk_from(start, num_missing, last_released, cache);
-  batch.unmark();
   const int64_t too_few = num_missing - (int64_t)walk.taken.size();
   if (too_few > 0) {
     ++counts[kRefusedBatches];
     return end_moves(0, too_few);
   }
   for (int64_t step = 0; step < walk.num_passed; ++step) {
-    cache.is_recent[(start + step) % num_slots] = false;
+    const int64_t slot = (start + step) % num_slots;
+    cache.is_recent[slot] = cache.is_recent[slot] && cache.last_use[slot] == now;
   }
   if (num_missing > 0) start = (walk.taken.back() + 1) % num_slots;
   counts[kWrittenRows] += batch.take(walk.taken, now, moves);
@@ -236,17 +227,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> claim_slots(
   return end_moves(num_missing, 0);
 }
 
-Tensor find_cached(const Tensor& slot_of_row, const Tensor& rows) {
-  const int64_t num_ids = rows.numel(), num_rows = slot_of_row.numel();
-  const int32_t* const slot_of = const_data<int32_t>("slot_of_row", slot_of_row, num_rows);
+Tensor find_cached(const Tensor& slot_of_row, const Tensor& rows, std::optional<Tensor> num_rows,
+                   int64_t no_slot) {
+  const int64_t num_ids = rows.numel(), limit = slot_of_row.numel();
+  const int32_t* const slot_of = const_data<int32_t>("slot_of_row", slot_of_row, limit);
+  const int64_t num_looked_at = num_rows ? *const_data<int32_t>("num_rows", *num_rows, 1) : num_ids;
   const IdArray ids = id_array("rows", rows, num_ids);
   const Tensor slots = torch::stable::new_empty(rows, {num_ids});
   const auto find = [&](const auto* id, auto* out) {
     const auto cost_before = [](int64_t position) { return position; };
     for_equal_costs(num_ids, kGrainRows, cost_before, [&](int64_t begin, int64_t end) {
       for (int64_t position = begin; position < end; ++position) {
-        const bool is_row = (uint64_t)id[position] < (uint64_t)num_rows;
-        out[position] = is_row ? slot_of[id[position]] : -1;
+        const bool is_row = position < num_looked_at && (uint64_t)id[position] < (uint64_t)limit;
+        const int64_t slot = is_row ? slot_of[id[position]] : -1;
+        out[position] = slot >= 0 ? slot : no_slot;
       }
     });
   };
@@ -264,7 +258,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
       " Tensor? is_trained, Tensor(a!) slot_of_row, Tensor(b!) row_of_slot, Tensor(c!) last_use,"
       " Tensor(d!) is_recent, Tensor(e!) is_dirty, Tensor(f!) hand, Tensor(g!) counters)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def("find_cached(Tensor slot_of_row, Tensor rows) -> Tensor");
+  library.def(
+      "find_cached(Tensor slot_of_row, Tensor rows, Tensor? num_rows, int no_slot) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchembed_native, CPU, library) {

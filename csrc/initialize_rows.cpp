@@ -92,37 +92,32 @@ void fill_row(const TableValues& table, int64_t id, float* values, int64_t dim) 
   }
 }
 
-void store_row(const RowMatrix& weight, int64_t row, const float* values) {
-  const int64_t first = row * weight.dim;
-  switch (weight.type) {
+void store_row(char* row, FloatType type, const float* values, int64_t dim) {
+  switch (type) {
     case FloatType::kFloat32:
-      std::copy_n(values, weight.dim, (float*)weight.data + first);
+      std::copy_n(values, dim, (float*)row);
       break;
     case FloatType::kFloat16:
-      std::transform(values, values + weight.dim, (Half*)weight.data + first,
+      std::transform(values, values + dim, (Half*)row,
                      [](float value) { return Half{torch::headeronly::Half(value).x}; });
       break;
     case FloatType::kBFloat16:
-      std::transform(values, values + weight.dim, (BFloat16*)weight.data + first,
+      std::transform(values, values + dim, (BFloat16*)row,
                      [](float value) { return BFloat16{torch::headeronly::BFloat16(value).x}; });
       break;
   }
 }
 
-// An optimizer's state, or none: as many floats for each row.
-struct RowState {
-  float* data = nullptr;
-  int64_t row_elements = 0;
-
-  void fill(int64_t row, float value) const {
-    std::fill_n(data + row * row_elements, row_elements, value);
-  }
-};
-
-RowState row_state(const char* name, const std::optional<Tensor>& state, const RowMatrix& weight) {
+// An optimizer's state, of floats for as many rows as the weight has; no bytes a row where there
+// is none.
+RowBytes row_state(const char* name, const std::optional<Tensor>& state, int64_t num_rows) {
   if (!state) return {};
-  const int64_t row_elements = state->dim() == 1 ? 1 : weight.dim;
-  return {mutable_data<float>(name, *state, weight.num_rows * row_elements), row_elements};
+  STD_TORCH_CHECK(state->scalar_type() == ScalarType::Float, name, " must be float32, got ",
+                  torch::headeronly::toString(state->scalar_type()));
+  const RowBytes rows = mutable_row_bytes(name, *state);
+  STD_TORCH_CHECK(rows.num_rows == num_rows, name, " must have ", num_rows, " rows, got ",
+                  rows.num_rows);
+  return rows;
 }
 
 void initialize_rows(const Tensor& weight, std::optional<Tensor> state0,
@@ -133,9 +128,12 @@ void initialize_rows(const Tensor& weight, std::optional<Tensor> state0,
   if (weight.numel() == 0) return;
   const int64_t num_tables = table_keys.numel();
   int64_t num_rows = rows.numel();
-  const RowMatrix matrix = mutable_row_matrix("weight", weight);
-  const RowState states[] = {row_state("state0", state0, matrix),
-                             row_state("state1", state1, matrix)};
+  STD_TORCH_CHECK(weight.dim() == 2, "weight must have 2 dimensions, got ", weight.dim());
+  const int64_t dim = weight.size(1);
+  const FloatType type = float_type("weight", weight.scalar_type());
+  const RowBytes weights = mutable_row_bytes("weight", weight);
+  const RowBytes states[] = {row_state("state0", state0, weights.num_rows),
+                             row_state("state1", state1, weights.num_rows)};
   const int64_t* const row_numbers = const_data<int64_t>("rows", rows, num_rows);
   const int64_t* const row_ids = const_data<int64_t>("ids", ids, num_rows);
   const int32_t* const row_tables = const_data<int32_t>("tables", tables, num_rows);
@@ -150,22 +148,24 @@ void initialize_rows(const Tensor& weight, std::optional<Tensor> state0,
   }
 
   const auto initialize = [&](int64_t begin, int64_t end) {
-    std::vector<float> values(matrix.dim);
+    std::vector<float> values(dim);
     for (int64_t entry = begin; entry < end; ++entry) {
       const int64_t row = row_numbers[entry], table = row_tables[entry];
       // One unsigned comparison covers row -1 as well. What is no row or no table is left alone, so
       // that no memory outside the tensors is touched.
-      if ((uint64_t)row >= (uint64_t)matrix.num_rows) continue;
+      if (!weights.holds(row)) continue;
       if ((uint64_t)table >= (uint64_t)num_tables) continue;
       const TableValues of_table{(uint64_t)keys[table], table_kinds[table], numbers[2 * table],
                                  numbers[2 * table + 1], columns ? (uint64_t)columns[table] : 0};
-      fill_row(of_table, row_ids[entry], values.data(), matrix.dim);
-      store_row(matrix, row, values.data());
-      for (const RowState& state : states) state.fill(row, (float)initial_state);
+      fill_row(of_table, row_ids[entry], values.data(), dim);
+      store_row(weights.at(row), type, values.data(), dim);
+      for (const RowBytes& state : states) {
+        std::fill_n((float*)state.at(row), state.bytes / sizeof(float), (float)initial_state);
+      }
     }
   };
   const auto cost_before = [](int64_t entry) { return entry; };
-  for_equal_costs(num_rows, grain_rows(matrix.dim), cost_before, initialize);
+  for_equal_costs(num_rows, grain_rows(dim), cost_before, initialize);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {

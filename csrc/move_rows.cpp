@@ -15,40 +15,18 @@ namespace {
 constexpr char kFromClaims[] = "take the moves from claim_slots";
 constexpr int64_t kGrainBytes = 131072;
 
-// The rows of a tensor as bytes.
-struct Lines {
-  char* data;
-  int64_t num_rows;
-  int64_t bytes;  // of a row
-
-  bool holds(int64_t row) const { return (uint64_t)row < (uint64_t)num_rows; }
-  char* at(int64_t row) const { return data + row * bytes; }
-};
-
-Lines lines_of(const char* name, const Tensor& tensor, void* data) {
-  check_layout(name, tensor);
-  STD_TORCH_CHECK(tensor.dim() > 0, name, " must have at least one dimension, got a scalar");
-  const int64_t num_rows = tensor.size(0);
-  const int64_t elements = num_rows == 0 ? 0 : tensor.numel() / num_rows;
-  return {static_cast<char*>(data), num_rows, elements * (int64_t)tensor.element_size()};
-}
-
-Lines lines_of(const char* name, const Tensor& tensor) {
-  return lines_of(name, tensor, const_cast<void*>(tensor.const_data_ptr()));
-}
-
-std::vector<Lines> mutable_lines(const char* name, const std::vector<Tensor>& tensors) {
-  std::vector<Lines> lines;
+std::vector<RowBytes> mutable_rows(const char* name, const std::vector<Tensor>& tensors) {
+  std::vector<RowBytes> rows;
   for (const Tensor& tensor : tensors) {
-    lines.push_back(lines_of(name, tensor, tensor.mutable_data_ptr()));
-    STD_TORCH_CHECK(lines.back().num_rows == lines.front().num_rows, name,
-                    " must have as many rows each, got ", lines.back().num_rows, " and ",
-                    lines.front().num_rows);
+    rows.push_back(mutable_row_bytes(name, tensor));
+    STD_TORCH_CHECK(rows.back().num_rows == rows.front().num_rows, name,
+                    " must have as many rows each, got ", rows.back().num_rows, " and ",
+                    rows.front().num_rows);
   }
-  return lines;
+  return rows;
 }
 
-void check_widths(const Lines& cached, const Lines& stored) {
+void check_widths(const RowBytes& cached, const RowBytes& stored) {
   STD_TORCH_CHECK(cached.num_rows == 0 || stored.num_rows == 0 || cached.bytes == stored.bytes,
                   "stored must have rows of ", cached.bytes, " bytes as cached has, got ",
                   stored.bytes);
@@ -64,8 +42,8 @@ void move_rows(const Tensor& slots, const Tensor& written_rows, const Tensor& re
   STD_TORCH_CHECK(!cached.empty() && cached.size() == stored.size(),
                   "cached and stored must hold as many tensors, at least one, got ", cached.size(),
                   " and ", stored.size());
-  const std::vector<Lines> near = mutable_lines("cached", cached);
-  const std::vector<Lines> far = mutable_lines("stored", stored);
+  const std::vector<RowBytes> near = mutable_rows("cached", cached);
+  const std::vector<RowBytes> far = mutable_rows("stored", stored);
   int64_t bytes = 0;
   for (size_t pair = 0; pair < near.size(); ++pair) {
     check_widths(near[pair], far[pair]);
@@ -80,9 +58,14 @@ void move_rows(const Tensor& slots, const Tensor& written_rows, const Tensor& re
   for_equal_costs(*num_moves, kGrainBytes, cost_before, [&](int64_t begin, int64_t end) {
     for (int64_t move = begin; move < end; ++move) {
       for (size_t pair = 0; pair < near.size(); ++pair) {
-        const Lines &from = near[pair], &to = far[pair];
+        const RowBytes &from = near[pair], &to = far[pair];
         if (from.bytes == 0) continue;
         char* const line = from.at(slot_of[move]);
+        if (written[move] >= 0 && written[move] == read[move]) {
+          char* const other = to.at(read[move]);
+          std::swap_ranges(line, line + from.bytes, other);
+          continue;
+        }
         if (written[move] >= 0) std::memcpy(to.at(written[move]), line, from.bytes);
         if (read[move] >= 0) std::memcpy(line, to.at(read[move]), from.bytes);
       }
@@ -96,13 +79,13 @@ Tensor read_rows(const Tensor& cached, const Tensor& stored, const Tensor& slots
   STD_TORCH_CHECK(cached.dim() == 2 && stored.dim() == 2,
                   "cached and stored must have 2 dimensions, got ", cached.dim(), " and ",
                   stored.dim());
-  const Lines near = lines_of("cached", cached), far = lines_of("stored", stored);
+  const RowBytes near = row_bytes("cached", cached), far = row_bytes("stored", stored);
   check_widths(near, far);
   const IdArray slot_of = id_array("slots", slots, num_ids),
                 row_of = id_array("rows", rows, num_ids);
   const Tensor out = torch::stable::new_empty(cached, {num_ids, cached.size(1)});
   if (out.numel() == 0) return out;
-  const Lines results = lines_of("out", out, out.mutable_data_ptr());
+  const RowBytes results = mutable_row_bytes("out", out);
   const auto cost_before = [&](int64_t position) { return position * results.bytes; };
   for_equal_costs(num_ids, kGrainBytes, cost_before, [&](int64_t begin, int64_t end) {
     for (int64_t position = begin; position < end; ++position) {

@@ -42,6 +42,45 @@ T* mutable_data(const char* name, const Tensor& tensor, int64_t numel) {
   return tensor.mutable_data_ptr<T>();
 }
 
+// The rows of a tensor as bytes, with gaps between them or without.
+struct RowBytes {
+  char* data;
+  int64_t num_rows;
+  int64_t bytes;   // of a row
+  int64_t stride;  // bytes from the beginning of a row to that of the next one
+
+  bool holds(int64_t row) const { return (uint64_t)row < (uint64_t)num_rows; }
+  char* at(int64_t row) const { return data + row * stride; }
+};
+
+// The rows of a tensor on the CPU, each of which is contiguous, and none of which overlap.
+inline RowBytes row_bytes(const char* name, const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU; call .cpu()");
+  STD_TORCH_CHECK(tensor.dim() > 0, name, " must have at least one dimension, got a scalar");
+  int64_t elements = 1;
+  bool is_contiguous = true;
+  for (int64_t dim = tensor.dim() - 1; dim > 0; --dim) {
+    is_contiguous &= tensor.size(dim) == 1 || tensor.stride(dim) == elements;
+    elements *= tensor.size(dim);
+  }
+  const int64_t num_rows = tensor.size(0), stride = tensor.stride(0);
+  STD_TORCH_CHECK(elements == 0 || num_rows == 0 || is_contiguous, name,
+                  " must have contiguous rows; call .contiguous()");
+  STD_TORCH_CHECK(num_rows < 2 || stride >= elements, name,
+                  " must have rows that do not overlap, got rows of ", elements, " elements and a ",
+                  "stride of ", stride, "; call .contiguous()");
+  const int64_t itemsize = (int64_t)tensor.element_size();
+  return {static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())), num_rows,
+          elements * itemsize, stride * itemsize};
+}
+
+// The same for writing.
+inline RowBytes mutable_row_bytes(const char* name, const Tensor& tensor) {
+  RowBytes rows = row_bytes(name, tensor);
+  rows.data = static_cast<char*>(tensor.mutable_data_ptr());
+  return rows;
+}
+
 inline IdArray id_array(const char* name, const Tensor& ids, int64_t numel) {
   if (ids.scalar_type() == ScalarType::Int) return IdArray(const_data<int32_t>(name, ids, numel));
   return IdArray(const_data<int64_t>(name, ids, numel));

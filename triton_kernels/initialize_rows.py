@@ -18,9 +18,7 @@ from torchembed.triton_kernels.rounding import round_to_nearest
 from torchembed.triton_kernels.row_blocks import (
     NUM_WARPS,
     column_block,
-    index_type,
     row_block,
-    store_rows,
 )
 
 _UNIFORM = tl.constexpr(int(InitializerKind.UNIFORM))
@@ -73,6 +71,16 @@ def _standard_normal(keys, columns):
 
 
 @triton.jit
+def _store_columns(
+    matrix_ptr, row, inside, columns, value, DIM: tl.constexpr, STRIDE: tl.constexpr
+):
+    """Write ``value [N, C]`` to ``columns [C]``, those before DIM, of each int64 ``row [N]`` that
+    is ``inside [N]``; STRIDE elements lie between the beginnings of two rows."""
+    place = row[:, None] * STRIDE + columns[None, :]
+    tl.store(matrix_ptr + place, value, mask=inside[:, None] & (columns < DIM)[None, :])
+
+
+@triton.jit
 def _fill_state(
     state_ptr,
     row,
@@ -81,14 +89,14 @@ def _fill_state(
     value,
     IS_ROWWISE: tl.constexpr,
     DIM: tl.constexpr,
-    INDEX: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):
     """Write ``value`` into ``columns`` of each row of a state, or into its only element."""
     if IS_ROWWISE:
-        tl.store(state_ptr + row.to(INDEX), value, mask=is_new)
+        tl.store(state_ptr + row * STRIDE, value, mask=is_new)
     else:
         values = tl.zeros([row.shape[0], columns.shape[0]], tl.float32) + value
-        store_rows(state_ptr, row, is_new, columns, values, DIM, INDEX)
+        _store_columns(state_ptr, row, is_new, columns, values, DIM, STRIDE)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -109,12 +117,13 @@ def _initialize_rows_kernel(
     STATE0_IS_ROWWISE: tl.constexpr,
     STATE1_IS_ROWWISE: tl.constexpr,
     DIM: tl.constexpr,
+    STRIDES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VECTOR: tl.constexpr,
-    INDEX: tl.constexpr,
 ):
     """``weight[rows[i], c]`` = initial value of ``ids[i]`` in column c of table ``tables[i]``.
+    ``STRIDES`` of rows are those of the weight and of each state, in elements.
 
     Example: D = 2, one table, whose values are 7: ``rows = [2, -1]``, ``num_new = 2``:
     ``weight[2] = [7, 7]``.
@@ -146,14 +155,28 @@ def _initialize_rows_kernel(
                 normal = first + second * _standard_normal(keys, drawn)
                 value = tl.where(kind == _NORMAL, normal, value)
             rounded = round_to_nearest(value, weight_ptr.dtype.element_ty)
-            store_rows(weight_ptr, row, is_new, columns, rounded, DIM, INDEX)
+            _store_columns(weight_ptr, row, is_new, columns, rounded, DIM, STRIDES[0])
             if state0_ptr is not None:
                 _fill_state(
-                    state0_ptr, row, is_new, columns, initial_state, STATE0_IS_ROWWISE, DIM, INDEX
+                    state0_ptr,
+                    row,
+                    is_new,
+                    columns,
+                    initial_state,
+                    STATE0_IS_ROWWISE,
+                    DIM,
+                    STRIDES[1],
                 )
             if state1_ptr is not None:
                 _fill_state(
-                    state1_ptr, row, is_new, columns, initial_state, STATE1_IS_ROWWISE, DIM, INDEX
+                    state1_ptr,
+                    row,
+                    is_new,
+                    columns,
+                    initial_state,
+                    STATE1_IS_ROWWISE,
+                    DIM,
+                    STRIDES[2],
                 )
         first_entry += tl.num_programs(0) * BLOCK_ROWS
 
@@ -184,10 +207,13 @@ def launch_initialize_rows(new: RowInitialization) -> None:
             STATE0_IS_ROWWISE=new.state0 is not None and new.state0.dim() == 1,
             STATE1_IS_ROWWISE=new.state1 is not None and new.state1.dim() == 1,
             DIM=dim,
+            STRIDES=tuple(
+                0 if tensor is None else tensor.stride(0)
+                for tensor in (new.weight, new.state0, new.state1)
+            ),
             BLOCK_ROWS=block.rows,
             BLOCK_D=block.columns,
             VECTOR=16 // max(new.weight.itemsize, 4 * bool(states)),
-            INDEX=index_type(new.weight),
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchembed.core.hash_tables import InsertionResults
 from torchembed.triton_kernels.launch_sizes import cdiv
 
-_BLOCK = 1024
+_BLOCK = 256
 
 
 class InsertedKeys(NamedTuple):
@@ -115,12 +115,11 @@ def _insert_keys_results_kernel(
 
 def launch_insert_keys_results(inserted: InsertedKeys, results: InsertionResults) -> None:
     """Fill ``results``, but for the slots of all positions, with what was inserted."""
-    _, *of_new_keys = results
     num_ids = inserted.keys.numel()
     _insert_keys_results_kernel[(cdiv(num_ids, _BLOCK),)](
         torch.cumsum(inserted.is_inserted, 0, dtype=torch.int32),
         *inserted,
-        *of_new_keys,
+        *results[1:],
         num_ids,
         BLOCK=_BLOCK,
     )

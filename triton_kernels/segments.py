@@ -9,10 +9,6 @@ Byte floor of the Triton kernels: the sorted rows read twice, rows and starts of
 The sort moves several times as much, most of it within the second-level cache.
 """
 
-import functools
-import warnings
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +17,7 @@ from torch import Tensor
 from torchembed.core.types import RUN_CHUNK
 from torchembed.triton_kernels.launch_sizes import cdiv
 from torchembed.triton_kernels.row_blocks import index_type
+from torchembed.triton_kernels.sort_rows import sort_rows
 
 # Sorted positions that a program takes. More for many ids, since every program reads the counts of
 # all programs.
@@ -137,50 +134,6 @@ def _find_runs_chunks_kernel(
     tl.store(chunk_runs_ptr + window, tl.full([BLOCK], -1, tl.int32), mask=is_partial)
 
 
-Sort = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""Takes rows and their limit; returns the rows in stable order and the position that each had."""
-
-
-def _library_sort(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    stream = torch.cuda.current_stream(rows.device).cuda_stream
-    return torch.ops.torchembed_native.sort_rows(rows, num_rows, stream)
-
-
-@functools.cache
-def library_sort_on(device: torch.device) -> Sort | None:
-    """The library's sort; None where it was built without CUDA, is not loaded or does not run."""
-    has_sort = device.type == "cuda" and hasattr(torch.ops.torchembed_native, "sort_rows")
-    return _that_runs(_library_sort, device) if has_sort else None
-
-
-def _that_runs(sort: Sort, device: torch.device) -> Sort | None:
-    """``sort``; None, with a warning, where it fails on ``device``: a driver that is older than the
-    compiler cannot run its kernels."""
-    try:
-        sort(torch.zeros(1, dtype=torch.int32, device=device), 1)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        warnings.warn(
-            f"torchembed sorts rows by torch's kernels, which is slower: its own do not run on "
-            f"{device} ({reason}); build it with a CUDA toolkit that is no newer than the driver",
-            stacklevel=2,
-        )
-        return None
-    return sort
-
-
-def _sort_rows(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """The rows in stable order, int32 where they fit, and the position that each had."""
-    if num_rows >= 2**31:
-        sorted_rows, order = torch.sort(rows, stable=True)
-        return sorted_rows, order
-    sort = library_sort_on(rows.device)
-    if sort is not None:
-        return sort(rows, num_rows)
-    sorted_rows, order = torch.sort(rows.to(torch.int32), stable=True)
-    return sorted_rows, order
-
-
 def launch_find_runs(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``torchembed::find_runs``; see :func:`torchembed.ops.segments.find_runs`."""
     num_ids, device = rows.numel(), rows.device
@@ -199,7 +152,7 @@ def launch_find_runs(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
     counts = torch.empty(num_blocks, dtype=torch.int32, device=device)
     index = index_type(rows)
     with torch.cuda.device_of(rows):
-        sorted_rows, sorted_order = _sort_rows(rows, num_rows)
+        sorted_rows, sorted_order = sort_rows(rows, num_rows)
         is_narrow = sorted_order.dtype == torch.int32
         order = sorted_order if is_narrow else torch.empty_like(sorted_order, dtype=torch.int32)
         _find_runs_count_kernel[(num_blocks,)](

@@ -40,12 +40,27 @@ struct BinnedInsertion {
   int bins_log2;
 };
 
-// Both launch on `stream` of `device`, which is the caller's current one, and return the runtime's
+// The arguments of touch_slots.py's first kernel.
+struct SlotUse {
+  const int64_t* slots;
+  const int32_t* tables;
+  const int64_t* epoch;
+  const bool* is_trained;  // null where all batches are
+  int64_t* touched;
+  int64_t* scores;  // counts of uses, under LFU alone; else null
+  int64_t* counters;
+  int64_t num_ids;
+};
+
+// All launch on `stream` of `device`, which is the caller's current one, and return the runtime's
 // message where that failed, else nullptr.
 
 // Writes the slot of each of `num_ids` keys, -1 where its table has none for it, to `slots`.
 const char* find_slots(const HashMemory& held, const int64_t* keys, const int32_t* tables,
                        int64_t num_ids, int64_t* slots, int device, void* stream);
+
+// Notes the use of slots, under LRU and LFU.
+const char* touch_slots(const SlotUse& use, int device, void* stream);
 
 // Inserts binned keys, by about as many warps as there may be blocks to insert into.
 const char* insert_binned_keys(const BinnedInsertion& insertion, int64_t num_blocks, int device,

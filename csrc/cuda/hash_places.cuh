@@ -34,18 +34,28 @@ __device__ int64_t block_of_hash(uint64_t hash, int64_t num_blocks) {
   return static_cast<int64_t>(__umul64hi(hash, num_blocks));
 }
 
-// The first slots of both buckets of a hash; equal where a block has one.
+// Both buckets of a hash, by their numbers in its block; equal where the block has one.
+struct BucketNumbers {
+  int64_t first, second;
+
+  __device__ BucketNumbers(uint64_t hash, int64_t num_buckets) {
+    const int64_t low = static_cast<int64_t>(hash & 0xFFFFFFFF);
+    first = ((low & 0xFFFF) * num_buckets) >> 16;
+    second = first + 1 + ((((low >> 16) & 0xFF) * (num_buckets - 1)) >> 8);
+    if (second >= num_buckets) second -= num_buckets;
+    if (num_buckets <= 1) second = first;
+  }
+};
+
+// Their first slots.
 struct BucketPair {
   int64_t first, second;
 
   __device__ BucketPair(uint64_t hash, const TableShape& shape) {
-    const int64_t low = static_cast<int64_t>(hash & 0xFFFFFFFF);
-    const int64_t bucket = ((low & 0xFFFF) * shape.num_buckets) >> 16;
-    int64_t other = bucket + 1 + ((((low >> 16) & 0xFF) * (shape.num_buckets - 1)) >> 8);
-    if (other >= shape.num_buckets) other -= shape.num_buckets;
+    const BucketNumbers numbers(hash, shape.num_buckets);
     const int64_t before = block_of_hash(hash, shape.num_blocks) * shape.num_buckets;
-    first = shape.first_slot + (before + bucket) * shape.num_slots;
-    second = shape.num_buckets > 1 ? shape.first_slot + (before + other) * shape.num_slots : first;
+    first = shape.first_slot + (before + numbers.first) * shape.num_slots;
+    second = shape.first_slot + (before + numbers.second) * shape.num_slots;
   }
 };
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "hash_counters.h"
 #include "hash_kernels.h"
 
 namespace torchembed {
@@ -16,7 +17,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kNumCounters = 11, kNumPolicies = 4;
+constexpr int64_t kNumPolicies = 4;
 
 // Checks that `tensor` holds numel elements, contiguously and on the device of `keys`.
 void check_memory(const char* name, const Tensor& tensor, const Tensor& keys, int64_t numel) {
@@ -73,6 +74,25 @@ Tensor find_slots_on(const Tensor& keys, const Tensor& tables, const Tensor& dig
                                        reinterpret_cast<void*>(stream));
   STD_TORCH_CHECK(error == nullptr, "finding keys on the GPU failed: ", error);
   return slots;
+}
+
+void touch_slots_on(const Tensor& slots, const Tensor& tables, const Tensor& epoch,
+                    std::optional<Tensor> is_trained, const Tensor& touched,
+                    std::optional<Tensor> scores, const Tensor& counters, int64_t stream) {
+  SlotUse use{};
+  use.num_ids = slots.numel();
+  const int64_t num_slots = touched.numel();
+  use.slots = values<int64_t>("slots", slots, slots, use.num_ids);
+  use.tables = values<int32_t>("tables", tables, slots, use.num_ids);
+  use.epoch = values<int64_t>("epoch", epoch, slots, 1);
+  use.is_trained = values<bool>("is_trained", is_trained, slots, 1);
+  use.touched = memory<int64_t>("touched", touched, slots, num_slots);
+  if (scores) use.scores = memory<int64_t>("scores", *scores, slots, num_slots);
+  use.counters = memory<int64_t>("counters", counters, slots, counters.numel());
+  if (use.num_ids == 0) return;
+  const char* const error =
+      touch_slots(use, slots.get_device_index(), reinterpret_cast<void*>(stream));
+  STD_TORCH_CHECK(error == nullptr, "noting the use of slots on the GPU failed: ", error);
 }
 
 void insert_binned_keys_on(const Tensor& bin_keys, const Tensor& bin_positions,
@@ -133,6 +153,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
       "find_slots_on_gpu(Tensor keys, Tensor tables, Tensor digests, Tensor slot_keys,"
       " Tensor geometry, int stream) -> Tensor");
   library.def(
+      "touch_slots_on_gpu(Tensor slots, Tensor tables, Tensor epoch, Tensor? is_trained,"
+      " Tensor(a!) touched, Tensor(b!)? scores, Tensor(c!) counters, int stream) -> ()");
+  library.def(
       "insert_binned_keys(Tensor bin_keys, Tensor bin_positions, Tensor bin_ends, int bins_log2,"
       " int policy, Tensor epoch, Tensor? epoch_number, Tensor released, Tensor? scores_in,"
       " Tensor(a!) digests, Tensor(b!) slot_keys, Tensor(c!) touched, Tensor(d!)? scores,"
@@ -144,6 +167,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(torchembed_native, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(torchembed_native, CUDA, library) {
   library.impl("find_slots_on_gpu", TORCH_BOX(&find_slots_on));
+  library.impl("touch_slots_on_gpu", TORCH_BOX(&touch_slots_on));
   library.impl("insert_binned_keys", TORCH_BOX(&insert_binned_keys_on));
 }
 

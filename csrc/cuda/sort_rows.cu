@@ -47,13 +47,19 @@ struct Digit {
   __device__ int of(uint32_t key) const { return static_cast<int>((key >> shift) & mask); }
 };
 
+// The number of ids that are sorted: those before *count, or all.
+__device__ int64_t num_sorted(int64_t num_ids, const int64_t* count) {
+  return count == nullptr ? num_ids : min(num_ids, *count);
+}
+
 // Writes counts[digit * num_tiles + tile], the number of the tile's ids whose row has the digit.
 // Counts of one digit are neighbours, since sum_counts sums over tiles.
 template <int kItems, class Row>
 __global__ void __launch_bounds__(kThreads)
-    count_digits(const Row* __restrict__ rows, int64_t num_ids, int num_tiles, Digit digit,
-                 uint32_t* __restrict__ counts) {
+    count_digits(const Row* __restrict__ rows, int64_t most_ids, const int64_t* num_used,
+                 int num_tiles, Digit digit, uint32_t* __restrict__ counts) {
   __shared__ uint32_t count[kNumDigits];
+  const int64_t num_ids = num_sorted(most_ids, num_used);
   const int thread = threadIdx.x;
   const int64_t first = int64_t{blockIdx.x} * kThreads * kItems;
   uint32_t keys[kItems];
@@ -134,7 +140,7 @@ union Tile {
 template <int kItems, class Row, bool kFirstPass>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     move_by_digit(const Row* __restrict__ rows, const int32_t* __restrict__ positions,
-                  int64_t num_ids, int num_tiles, Digit digit,
+                  int64_t most_ids, const int64_t* num_used, int num_tiles, Digit digit,
                   const uint32_t* __restrict__ counts_before, const uint32_t* __restrict__ totals,
                   int32_t* __restrict__ moved_rows, int32_t* __restrict__ moved_positions) {
   constexpr int kTile = kThreads * kItems;
@@ -143,6 +149,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   __shared__ uint32_t offset[kNumDigits];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int64_t tile_first = int64_t{blockIdx.x} * kTile;
+  const int64_t num_ids = num_sorted(most_ids, num_used);
+  if (tile_first >= num_ids) return;
   const int tile_size = static_cast<int>(min(int64_t{kTile}, num_ids - tile_first));
   const uint32_t before = counts_before[int64_t{thread} * num_tiles + blockIdx.x];
   const uint32_t total = totals[thread];
@@ -249,11 +257,13 @@ struct Pairs {
 };
 
 template <int kItems, class Row, bool kFirstPass>
-cudaError_t launch_pass(const Row* rows, const int32_t* positions, int64_t num_ids, Digit digit,
-                        uint32_t* counts, Pairs to, cudaStream_t stream) {
+cudaError_t launch_pass(const Row* rows, const int32_t* positions, int64_t num_ids,
+                        const int64_t* num_used, Digit digit, uint32_t* counts, Pairs to,
+                        cudaStream_t stream) {
   const int num_tiles = static_cast<int>(count_tiles(num_ids));
   uint32_t* const totals = counts + int64_t{kNumDigits} * num_tiles;
-  count_digits<kItems><<<num_tiles, kThreads, 0, stream>>>(rows, num_ids, num_tiles, digit, counts);
+  count_digits<kItems>
+      <<<num_tiles, kThreads, 0, stream>>>(rows, num_ids, num_used, num_tiles, digit, counts);
   constexpr int kSumThreads = 128;
   sum_counts<<<kNumDigits * 32 / kSumThreads, kSumThreads, 0, stream>>>(counts, num_tiles, totals);
   constexpr auto move = move_by_digit<kItems, Row, kFirstPass>;
@@ -261,14 +271,15 @@ cudaError_t launch_pass(const Row* rows, const int32_t* positions, int64_t num_i
   const cudaError_t error =
       cudaFuncSetAttribute(move, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  move<<<num_tiles, kThreads, kBytes, stream>>>(rows, positions, num_ids, num_tiles, digit, counts,
-                                                totals, to.rows, to.positions);
+  move<<<num_tiles, kThreads, kBytes, stream>>>(rows, positions, num_ids, num_used, num_tiles,
+                                                digit, counts, totals, to.rows, to.positions);
   return cudaGetLastError();
 }
 
 template <int kItems, class Row>
-cudaError_t launch_passes(const Row* rows, int64_t num_ids, int64_t num_rows, Pairs sorted,
-                          Pairs spare, uint32_t* counts, cudaStream_t stream) {
+cudaError_t launch_passes(const Row* rows, int64_t num_ids, const int64_t* num_used,
+                          int64_t num_rows, Pairs sorted, Pairs spare, uint32_t* counts,
+                          cudaStream_t stream) {
   int key_bits = 1;  // keys lie in [0, num_rows]
   while (num_rows >> key_bits) ++key_bits;
   // As few passes as possible, then digits of equal width: a narrower last digit would save
@@ -278,12 +289,12 @@ cudaError_t launch_passes(const Row* rows, int64_t num_ids, int64_t num_rows, Pa
   const auto digit_at = [&](int pass) { return Digit{pass * digit_bits, (1u << digit_bits) - 1u}; };
   // Passes alternate between two buffers so that the last one writes to `sorted`.
   const auto target = [&](int pass) { return (num_passes - pass) % 2 == 1 ? sorted : spare; };
-  cudaError_t error = launch_pass<kItems, Row, true>(rows, nullptr, num_ids, digit_at(0), counts,
-                                                     target(0), stream);
+  cudaError_t error = launch_pass<kItems, Row, true>(rows, nullptr, num_ids, num_used, digit_at(0),
+                                                     counts, target(0), stream);
   for (int pass = 1; pass < num_passes && error == cudaSuccess; ++pass) {
     const Pairs from = target(pass - 1);
-    error = launch_pass<kItems, int32_t, false>(from.rows, from.positions, num_ids, digit_at(pass),
-                                                counts, target(pass), stream);
+    error = launch_pass<kItems, int32_t, false>(from.rows, from.positions, num_ids, num_used,
+                                                digit_at(pass), counts, target(pass), stream);
   }
   return error;
 }
@@ -294,9 +305,9 @@ int64_t sort_scratch_size(int64_t num_ids) {
   return 2 * num_ids + kNumDigits * (count_tiles(num_ids) + 1);
 }
 
-const char* sort_rows(const void* rows, bool rows_are_wide, int64_t num_ids, int64_t num_rows,
-                      int32_t* sorted_rows, int32_t* order, int32_t* scratch, int device,
-                      void* stream) {
+const char* sort_rows(const void* rows, bool rows_are_wide, int64_t num_ids, const int64_t* count,
+                      int64_t num_rows, int32_t* sorted_rows, int32_t* order, int32_t* scratch,
+                      int device, void* stream) {
   // The library links a CUDA runtime of its own, whose current device may not be torch's, which the
   // caller has set.
   int current = device;
@@ -307,7 +318,7 @@ const char* sort_rows(const void* rows, bool rows_are_wide, int64_t num_ids, int
   uint32_t* const counts = reinterpret_cast<uint32_t*>(scratch + 2 * num_ids);
   const auto launch = [&](const auto* typed_rows) {
     const auto launch_with = [&]<int kItems>() {
-      return launch_passes<kItems>(typed_rows, num_ids, num_rows, sorted, spare, counts,
+      return launch_passes<kItems>(typed_rows, num_ids, count, num_rows, sorted, spare, counts,
                                    static_cast<cudaStream_t>(stream));
     };
     if (num_ids < kSomeIds) return launch_with.template operator()<kFewItems>();

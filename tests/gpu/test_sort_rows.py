@@ -21,7 +21,7 @@ def library_sorts(device: torch.device) -> None:
 
 def check(rows: Tensor, num_rows: int) -> None:
     stream = torch.cuda.current_stream(rows.device).cuda_stream
-    sorted_rows, order = torch.ops.torchembed_native.sort_rows(rows, num_rows, stream)
+    sorted_rows, order = torch.ops.torchembed_native.sort_rows(rows, num_rows, None, stream)
     expected_rows, expected_order = torch.sort(rows, stable=True)
     assert_same_bits(sorted_rows, expected_rows.int())
     assert_same_bits(order, expected_order.int())
@@ -46,6 +46,18 @@ def test_sorts_as_torch_does(num_ids: int, dtype: torch.dtype, device: torch.dev
         check(rows.to(dtype), num_rows)
 
 
+@pytest.mark.parametrize("num_used", [0, 1, TILE + 1, SOME_IDS, SOME_IDS + 77])
+def test_sorts_the_first_so_many(num_used: int, device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(num_used)
+    rows = torch.randint(-1, 2**20, (SOME_IDS + 77,), generator=generator, device=device)
+    stream = torch.cuda.current_stream(rows.device).cuda_stream
+    count = torch.tensor([num_used], device=device)
+    sorted_rows, order = torch.ops.torchembed_native.sort_rows(rows, 2**20, count, stream)
+    expected_rows, expected_order = torch.sort(rows[:num_used], stable=True)
+    assert_same_bits(sorted_rows[:num_used], expected_rows.int())
+    assert_same_bits(order[:num_used], expected_order.int())
+
+
 def test_all_equal_ascending_and_descending(device: torch.device) -> None:
     ascending = torch.arange(MANY_IDS + 5, device=device)
     check(ascending, ascending.numel())
@@ -58,10 +70,12 @@ def test_rejects_what_it_cannot_sort(device: torch.device) -> None:
     sort = torch.ops.torchembed_native.sort_rows
     rows = torch.zeros(4, dtype=torch.int32, device=device)
     with pytest.raises(RuntimeError, match="rows must be int32 or int64, got Float"):
-        sort(rows.float(), 5, 0)
+        sort(rows.float(), 5, None, 0)
     with pytest.raises(RuntimeError, match="rows must be contiguous"):
-        sort(rows[::2], 5, 0)
+        sort(rows[::2], 5, None, 0)
     with pytest.raises(RuntimeError, match="rows must hold between 1 and"):
-        sort(rows[:0], 5, 0)
+        sort(rows[:0], 5, None, 0)
     with pytest.raises(RuntimeError, match=r"num_rows must be less than 2\*\*31, got 2147483648"):
-        sort(rows, 2**31, 0)
+        sort(rows, 2**31, None, 0)
+    with pytest.raises(RuntimeError, match="count must be one int64 on the GPU"):
+        sort(rows, 5, torch.ones(1, dtype=torch.int64), 0)

@@ -190,7 +190,7 @@ def random_batches(num_batches: int, num_ids: int, num_keys: int, seed: int) -> 
 def test_equals_the_reference_over_many_batches(policy: Policy, device: torch.device) -> None:
     """Tables of several blocks that are full most of the time."""
     if lanes.is_interpreted():
-        shapes, batches = [TableShape(2, 2, 8), TableShape(1, 1, 5)], random_batches(8, 60, 400, 0)
+        shapes, batches = [TableShape(2, 2, 8), TableShape(1, 1, 5)], random_batches(5, 60, 400, 0)
     else:
         shapes = [TableShape(3, 4, 16), TableShape(2, 5, 7)]
         batches = random_batches(60, 250, 6000, seed=0)

@@ -183,6 +183,25 @@ def test_inputs_need_not_be_contiguous(device: torch.device) -> None:
     assert_all_same(case.run(), expected)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_may_lie_apart(dtype: torch.dtype, device: torch.device) -> None:
+    """Those of the weight and of both states, with others between them that stay."""
+    case = Case(device=device, dtype=dtype)
+    expected = case.run()
+
+    def spread(tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, torch.full_like(tensor, 7)], dim=1)
+
+    whole = [spread(tensor) for tensor in (case.weight, *case.states)]
+    case.weight, *states = (tensor[:, 0] for tensor in whole)
+    case.states = tuple(states)
+    new = case.rows, case.ids, case.tables, case.values
+    initialize_rows(case.weight, case.states, *new, initial_state=0.25)
+    for tensor, wanted in zip(whole, expected, strict=True):
+        assert torch.equal(tensor[:, 0], wanted)
+        assert torch.equal(tensor[:, 1], torch.full_like(wanted, 7))
+
+
 @pytest.mark.parametrize(("num_entries", "dim"), [(0, 5), (6, 0)])
 def test_nothing_to_write(num_entries: int, dim: int, device: torch.device) -> None:
     case = Case(device=device, dim=dim)
@@ -284,8 +303,19 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "weight dtype": (TypeError, r"^weight must be float32", {"weight": torch.zeros(12, 5).int()}),
     "weight layout": (
         ValueError,
-        r"^weight must be contiguous",
+        (
+            r"^weight must have contiguous rows that do not overlap, got shape \(12, 5\) and "
+            r"strides \(1, 12\); call \.contiguous\(\)$"
+        ),
         {"weight": torch.zeros(5, 12).T},
+    ),
+    "state layout": (
+        ValueError,
+        (
+            r"^state0 must have contiguous rows that do not overlap, got shape \(12,\) and strides "
+            r"\(0,\)"
+        ),
+        {"states": (torch.zeros(1).expand(12),)},
     ),
     "num_new": (ValueError, r"^num_new must hold 1 elements", {"num_new": torch.tensor([1, 2])}),
     "device": (

@@ -24,6 +24,7 @@ OPS_WITH_A_NATIVE_KERNEL = (
     "insert_keys",
     "erase_keys",
     "claim_slots",
+    "exchange_places",
     "find_cached",
     "move_rows",
     "read_rows",

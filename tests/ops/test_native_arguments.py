@@ -170,6 +170,21 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         r"count must lie in \[0, 3\), got 3 at position 0; take the moves from claim_slots",
         {"count": torch.tensor([3])},
     ),
+    "more moves of places than there is room for": (
+        "exchange_places",
+        r"count must lie in \[0, 3\), got 3 at position 0; take the moves from claim_slots",
+        {"count": torch.tensor([3])},
+    ),
+    "a written row without a place": (
+        "exchange_places",
+        r"written_rows must lie in \[-1, 4\), got 4 at position 0",
+        {"written_rows": torch.tensor([4, -1])},
+    ),
+    "a move that reads no row": (
+        "exchange_places",
+        r"read_rows must lie in \[0, 4\), got -1 at position 0",
+        {"read_rows": torch.tensor([-1, -1])},
+    ),
     "a slot beyond the cache": (
         "move_rows",
         r"slots must lie in \[0, 2\), got 2 at position 0",
@@ -199,6 +214,21 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "move_rows",
         r"stored must have at least one dimension, got a scalar",
         {"stored": [torch.ones(()), torch.ones(4)]},
+    ),
+    "rows that are not contiguous": (
+        "move_rows",
+        r"stored must have contiguous rows",
+        {"stored": [torch.ones(3, 4).T, torch.ones(4)]},
+    ),
+    "rows that overlap": (
+        "move_rows",
+        r"stored must have rows that do not overlap, got rows of 3 elements and a stride of 0",
+        {"stored": [torch.ones(1, 3).expand(4, 3), torch.ones(4)]},
+    ),
+    "states of other rows": (
+        "initialize_rows",
+        r"state1 must have 4 rows, got 3",
+        {"state1": torch.ones(3)},
     ),
     "rows of more dimensions": (
         "read_rows",
@@ -351,7 +381,7 @@ def test_any_row_caches_are_taken_or_refused(
     for name in raw_cache_calls.FITTING:
         fitting = FITTING[name]
         changes = {key: value for key, value in given.items() if key in fitting}
-        if name == "move_rows":
+        if name in ("move_rows", "exchange_places"):
             changes["slots"] = torch.tensor(numbers[4:]).int()
         with contextlib.suppress(RuntimeError):
             getattr(native, name)(**(fitting | changes))

@@ -85,8 +85,26 @@ def test_a_working_set_of_all_slots_fits_and_one_row_more_does_not(device: torch
     assert moves_of(refused.moves) == []
     counted = cache.counters - before.counters
     assert counted.tolist() == [5, 4, 0, 0, 1]
+    # Row 3 stays until the batch is released; nothing else has changed.
+    assert cache.last_use.tolist() == [2, 2, 2, 3]
+    before.last_use[3] = 3
     for tensor, expected in zip(cache[:-1], before[:-1], strict=True):
         assert_same_bits(tensor, expected)
+    assert moves_of(claim(cache, [7, 8, 9], 4, released=2).moves) == [
+        (0, 4, 7),
+        (1, 5, 8),
+        (2, 6, 9),
+    ]
+
+
+def test_cached_rows_of_a_refused_batch_are_used(device: torch.device) -> None:
+    cache = empty_row_cache(12, 2, device)
+    claim(cache, [0, 1], 1)
+    dirty_moves(cache)
+    cache.is_recent.zero_()
+    assert claim(cache, [1, 2, 3], 2).num_refused.tolist() == [1]
+    assert cache.is_recent.tolist() == cache.is_dirty.tolist() == [False, True]
+    assert (cache.last_use.tolist(), cache.hand.tolist()) == ([1, 2], [0])
 
 
 def test_rows_of_batches_under_way_stay(device: torch.device) -> None:
@@ -163,6 +181,20 @@ def test_rows_need_not_be_contiguous(device: torch.device) -> None:
     one = torch.ones(1, dtype=torch.int64, device=device)
     claim_slots(cache, rows, count, epoch=one, released=one - 1)
     assert find_cached(cache.slot_of_row, rows).tolist() == [0, 1, -1]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_without_a_slot_are_found_where_the_caller_says(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    cache = empty_row_cache(10, 4, device)
+    claim(cache, [7, 2], 1)
+    rows = torch.tensor([2, 5, -1, 7, 2], dtype=dtype, device=device)
+    expected = {None: [0, 99, 99, 1, 0], 4: [0, 99, 99, 1, 99], 1: [0] + [99] * 4, 0: [99] * 5}
+    for num, slots in expected.items():
+        num_rows = None if num is None else torch.tensor([num], dtype=torch.int32, device=device)
+        found = find_cached(cache.slot_of_row, rows, num_rows=num_rows, no_slot=99)
+        assert (found.dtype, found.tolist()) == (dtype, slots)
 
 
 def test_dirty_rows_are_written_once(device: torch.device) -> None:
@@ -247,7 +279,9 @@ def test_opcheck(device: torch.device) -> None:
     stored = [torch.zeros(10, 3, device=device), torch.zeros(10, device=device)]
     given = row_moves(device, (1, 2, 3))
     torch.library.opcheck(ops.move_rows.default, (*given, cached, stored))
-    torch.library.opcheck(ops.find_cached.default, (cache.slot_of_row, rows))
+    for num_rows, no_slot in ((None, -1), (2 * one, 7)):
+        arguments = (cache.slot_of_row, rows, num_rows, no_slot)
+        torch.library.opcheck(ops.find_cached.default, arguments)
     no_slots = torch.full_like(rows, -1)
     torch.library.opcheck(ops.read_rows.default, (cached[0], stored[0], no_slots, rows))
 

@@ -17,16 +17,42 @@ def test_worked_example_of_row_moves(device: torch.device) -> None:
     assert stored.tolist() == [[3, 4], [7, 8]]
 
 
+def test_slot_and_row_of_one_move_are_exchanged(device: torch.device) -> None:
+    cached = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device)
+    stored = torch.tensor([[5.0, 6.0], [7.0, 8.0]], device=device)
+    move_rows(row_moves(device, (0, 1, 1), (1, 0, -1)), [cached], [stored])
+    assert cached.tolist() == [[7, 8], [3, 4]]
+    assert stored.tolist() == [[3, 4], [1, 2]]
+
+
 def bits(*shape: int, seed: int) -> Tensor:
     """Bytes of every kind, those of NaN with a payload too."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, shape, generator=generator).to(torch.uint8)
 
 
-@pytest.mark.parametrize("dim", [1, 3, 16, 200])
+def on_host(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` in memory of the host that ``device`` may access."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def in_lines(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of ``tensors``, whose rows lie side by side, at multiples of 4 bytes."""
+    sizes = [-(-tensor.shape[1:].numel() * tensor.itemsize // 4) * 4 for tensor in tensors]
+    lines = on_host(torch.zeros(len(tensors[0]), sum(sizes), dtype=torch.uint8), device)
+    made = []
+    for tensor, part in zip(tensors, lines.split(sizes, dim=1), strict=True):
+        columns = part.view(tensor.dtype)
+        made.append(columns[:, : tensor.shape[1]] if tensor.dim() > 1 else columns[:, 0])
+        made[-1].copy_(tensor)
+    return made
+
+
+@pytest.mark.parametrize("are_lines", [False, True], ids=["apart", "lines"])
+@pytest.mark.parametrize("dim", [1, 3, 16, 200, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rows_and_their_states_move_together(
-    dtype: torch.dtype, dim: int, device: torch.device
+    dtype: torch.dtype, dim: int, are_lines: bool, device: torch.device
 ) -> None:
     """Bit by bit, whatever stands in them."""
     num_slots, num_rows = 7, 11
@@ -51,14 +77,15 @@ def test_rows_and_their_states_move_together(
             if read >= 0:
                 one[slot] = other[read]
     on_device = [tensor.to(device) for tensor in cached]
-    host = [tensor.pin_memory() if device.type == "cuda" else tensor for tensor in stored]
+    host = in_lines(stored, device) if are_lines else [on_host(tensor, device) for tensor in stored]
     move_rows(row_moves(device, *given), on_device, host)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     for tensor, expected in zip(
         [*on_device, *host], [*expected_cached, *expected_stored], strict=True
     ):
-        assert torch.equal(tensor.cpu().view(torch.uint8), expected.view(torch.uint8))
+        found = tensor.cpu().contiguous()
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_no_row_moves(device: torch.device) -> None:
@@ -86,12 +113,13 @@ def test_rows_are_read_where_they_are(
     slots, rows = [-1, 2, 0, -1, -1, 2], [8, 5, 1, -1, 0, 5]
     zeros = torch.zeros(dim, dtype=dtype)
     expected = torch.stack([stored[8], cached[2], cached[0], zeros, stored[0], cached[2]])
-    on_host = stored.pin_memory() if device.type == "cuda" else stored
     given = [torch.tensor(numbers, dtype=rows_dtype, device=device) for numbers in (slots, rows)]
-    out = read_rows(cached.to(device).requires_grad_(), on_host, *given)
-    assert (out.device.type, out.requires_grad) == (device.type, False)
-    assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
-    assert read_rows(cached.to(device), on_host, given[0][:0], given[1][:0]).shape == (0, dim)
+    of_lines, _ = in_lines([stored, torch.zeros(9)], device)
+    for held in (on_host(stored, device), of_lines):
+        out = read_rows(cached.to(device).requires_grad_(), held, *given)
+        assert (out.device.type, out.requires_grad) == (device.type, False)
+        assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
+        assert read_rows(cached.to(device), held, given[0][:0], given[1][:0]).shape == (0, dim)
 
 
 def test_stored_rows_in_memory_of_the_host_fit_a_gpu() -> None:

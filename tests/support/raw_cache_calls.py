@@ -27,12 +27,18 @@ FITTING: dict[str, dict[str, Any]] = {
         "is_trained": None,
         **CACHE,
     },
+    "exchange_places": {**MOVES, "place_of_row": torch.arange(4, dtype=INT)},
     "move_rows": {
         **MOVES,
         "cached": [torch.ones(2, 3), torch.ones(2)],
         "stored": [torch.ones(4, 3), torch.ones(4)],
     },
-    "find_cached": {"slot_of_row": CACHE["slot_of_row"], "rows": ROWS},
+    "find_cached": {
+        "slot_of_row": CACHE["slot_of_row"],
+        "rows": ROWS,
+        "num_rows": None,
+        "no_slot": -1,
+    },
     "read_rows": {
         "cached": torch.ones(2, 3),
         "stored": torch.ones(4, 3),
@@ -84,6 +90,27 @@ ERRORS: dict[str, list[Case]] = {
             {"last_use": NOT_THERE},
         ),
     ],
+    "exchange_places": [
+        (TypeError, r"^place_of_row must be int32, got int64; call", {"place_of_row": ROWS}),
+        (
+            ValueError,
+            r"^place_of_row must be contiguous; call",
+            {"place_of_row": torch.zeros(1, dtype=INT).expand(4)},
+        ),
+        (TypeError, r"^slots must be int32, got int64; take the moves from", {"slots": ROWS}),
+        (
+            ValueError,
+            r"^read_rows must have shape \(2,\) \(one for each move\), got \(3,\)$",
+            {"read_rows": ROWS},
+        ),
+        (TypeError, r"^written_rows must be int64, got int32", {"written_rows": ROWS.int()}),
+        (ValueError, r"^count must have shape \(1,\) \(the number of moves\)", {"count": ROWS}),
+        (
+            ValueError,
+            r"^place_of_row must be on cpu as slots is, got meta",
+            {"place_of_row": NOT_THERE.int()},
+        ),
+    ],
     "move_rows": [
         (
             ValueError,
@@ -131,6 +158,14 @@ ERRORS: dict[str, list[Case]] = {
         ),
         (
             ValueError,
+            (
+                r"^stored\[0\] must have contiguous rows that do not overlap, got shape \(4, 3\) "
+                r"and strides \(0, .\); call \.contiguous\(\)$"
+            ),
+            {"stored": [torch.ones(1, 3).expand(4, 3), torch.ones(4)]},
+        ),
+        (
+            ValueError,
             r"^cached\[1\] must be on cpu as cached\[0\] is, got meta",
             {"cached": [torch.ones(2, 3), torch.ones(2, device="meta")]},
         ),
@@ -150,6 +185,17 @@ ERRORS: dict[str, list[Case]] = {
             r"^slot_of_row must be on cpu as rows is, got meta",
             {"slot_of_row": NOT_THERE.int()},
         ),
+        (TypeError, r"^num_rows must be int32, got int64; take them from", {"num_rows": ONE}),
+        (
+            ValueError,
+            r"^num_rows must have shape \(1,\) \(a scalar in a tensor\), got \(3,\)$",
+            {"num_rows": ROWS.int()},
+        ),
+        (
+            ValueError,
+            r"^no_slot must fit int32 as rows are, got 2147483648$",
+            {"rows": ROWS.int(), "no_slot": 2**31},
+        ),
     ],
     "read_rows": [
         (TypeError, r"^cached must be float32 or float16 or bfloat16, got", {"cached": ROWS}),
@@ -165,7 +211,14 @@ ERRORS: dict[str, list[Case]] = {
             r"^stored must have 3 columns as cached has, got 2$",
             {"stored": torch.ones(4, 2)},
         ),
-        (ValueError, r"^stored must be contiguous", {"stored": torch.ones(4, 1).expand(4, 3)}),
+        (
+            ValueError,
+            (
+                r"^stored must have contiguous rows that do not overlap, got shape \(4, 3\) and "
+                r"strides \(1, 0\); call \.contiguous\(\)$"
+            ),
+            {"stored": torch.ones(4, 1).expand(4, 3)},
+        ),
         (ValueError, r"^rows must be contiguous", {"rows": SPREAD}),
         (
             ValueError,
@@ -211,6 +264,21 @@ CONTENTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("hand must lie in [0, 2), got 2 at position 0; make the cache by", {"hand": TWO}),
         ("released must be less than epoch, 2, since this batch is not", {"released": TWO}),
     ],
+    "exchange_places": [
+        ("count must lie in [0, 3), got 3 at position 0", {"count": torch.tensor([3])}),
+        (
+            "written_rows must lie in [-1, 4), got 4 at position 0",
+            {"written_rows": torch.tensor([4, -1])},
+        ),
+        (
+            "read_rows must lie in [0, 4), got -1 at position 0",
+            {"read_rows": torch.tensor([-1, -1])},
+        ),
+        (
+            "place_of_row must lie in [0, 4), got 4 at position 2; give each row a place",
+            {"place_of_row": torch.tensor([0, 1, 4, 2], dtype=INT)},
+        ),
+    ],
     "move_rows": [
         ("count must lie in [0, 3), got 3 at position 0", {"count": torch.tensor([3])}),
         (
@@ -232,6 +300,10 @@ CONTENTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "find_cached": [
         ("rows must lie in [-1, 4), got 4 at position 0", {"rows": torch.tensor([4, 0, 1])}),
+        (
+            "num_rows must lie in [0, 4), got 4 at position 0; take them from find_runs",
+            {"num_rows": torch.tensor([4], dtype=INT)},
+        ),
     ],
     "read_rows": [
         ("slots must lie in [-1, 2), got 2 at position 1", {"slots": torch.tensor([1, 2, 0])}),

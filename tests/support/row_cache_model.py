@@ -70,12 +70,14 @@ class PlainCache:
         wanted = sorted({row for row in ids if row >= 0})
         missing = [row for row in wanted if row not in self.slot_of]
         held = {self.slot_of[row] for row in wanted if row in self.slot_of}
+        for number in held:
+            self._use(number, epoch)
         self._count(CacheCounter.UNIQUE_ROWS, len(wanted))
         self._count(CacheCounter.UNIQUE_MISSES, len(missing))
 
         def is_evictable(number: int) -> bool:
             slot = self.slots[number]
-            return number not in held and (slot.row < 0 or slot.last_use <= released)
+            return slot.row < 0 or slot.last_use <= released
 
         too_few = len(missing) - sum(map(is_evictable, range(len(self.slots))))
         if too_few > 0:
@@ -91,7 +93,7 @@ class PlainCache:
                 may_go = is_evictable(number) and number not in victims
                 if may_go and (takes_recent or not slot.is_recent):
                     victims.append(number)
-                slot.is_recent = False
+                slot.is_recent = slot.is_recent and slot.last_use == epoch
         if victims:
             self.hand = (victims[-1] + 1) % len(self.slots)
         moves = []
@@ -100,12 +102,14 @@ class PlainCache:
             moves.append((number, slot.row if slot.is_dirty else -1, row))
             self.slot_of.pop(slot.row, None)
             self.slot_of[row], slot.row = number, row
-        for row in wanted:
-            slot = self.slots[self.slot_of[row]]
-            slot.last_use, slot.is_recent, slot.is_dirty = epoch, True, True
+            self._use(number, epoch)
         self._count(CacheCounter.WRITTEN_ROWS, sum(written >= 0 for _, written, _ in moves))
         self._count(CacheCounter.READ_ROWS, len(moves))
         return moves, 0
+
+    def _use(self, number: int, epoch: int) -> None:
+        slot = self.slots[number]
+        slot.last_use, slot.is_recent, slot.is_dirty = epoch, True, True
 
     def _count(self, counter: CacheCounter, by: int) -> None:
         self.counters[counter] += by

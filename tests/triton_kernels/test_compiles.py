@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.support import lanes
 from torchembed.core.hash_tables import KeyErasure, KeyInsertion, SlotTouch
-from torchembed.core.row_caches import RowMove, SlotClaim
+from torchembed.core.row_caches import PlaceExchange, RowMove, SlotClaim
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.core.update_records import DenseUpdate, RowInitialization, RowUpdate
 from torchembed.ops.hash_table import HashTables, Policy, TableShape, empty_hash_tables
@@ -29,6 +29,7 @@ from torchembed.triton_kernels import (
     cross,
     dense_update,
     erase_keys,
+    exchange_places,
     find_cached,
     find_slots,
     gradient_map,
@@ -285,10 +286,12 @@ def launch_initialize_rows(dim: int, dtype: torch.dtype, options: bool) -> None:
 
 def launch_row_cache(dim: int, dtype: torch.dtype, is_trained: Tensor | None) -> None:
     cache, one = empty_row_cache(NUM_ROWS, 8), ids(count=1)
+    num_rows = None if is_trained is None else one.int()
     for rows in (ids(), ids(torch.int32)):
-        slots = find_cached.launch_find_cached(cache.slot_of_row, rows)
+        slots = find_cached.launch_find_cached(cache.slot_of_row, rows, num_rows, -1)
         claim = SlotClaim(rows, one.int(), one, one, is_trained, *cache)
         *moves, _ = claim_slots.launch_claim_slots(claim)
+    exchange_places.launch_exchange_places(PlaceExchange(*moves, ids(torch.int32, NUM_ROWS)))
     shapes = [((dim,), dtype), ((dim,), torch.float32), ((), torch.float32)]
     cached, stored = (
         [torch.zeros(num, *shape, dtype=of) for shape, of in shapes] for num in (8, NUM_ROWS)

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchembed.triton_kernels import bags, segments
+from torchembed.triton_kernels import bags, sort_rows
 from torchembed.triton_kernels.bags import bag_bounds
 from torchembed.triton_kernels.launch_sizes import cdiv, next_power_of_2
 from torchembed.triton_kernels.row_blocks import NARROW_LIMIT, index_type, row_block
@@ -84,9 +84,9 @@ def test_a_sort_that_does_not_run_is_left_to_torch() -> None:
         return rows, rows
 
     device = torch.device("cpu")
-    assert segments._that_runs(runs, device) is runs
+    assert sort_rows._that_runs(runs, device) is runs
     words = (
         r"sorts rows by torch's kernels.* do not run on cpu \(sorting .* driver version is insuff"
     )
     with pytest.warns(UserWarning, match=words):
-        assert segments._that_runs(fails, device) is None
+        assert sort_rows._that_runs(fails, device) is None

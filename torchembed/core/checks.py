@@ -80,6 +80,18 @@ def check_whole_rows(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_apart_rows(name: str, tensor: Tensor) -> None:
+    """Raise ``ValueError`` unless the rows of ``tensor``, of one dimension or more, are contiguous,
+    and none overlaps another one."""
+    if tensor.is_contiguous():
+        return
+    if not tensor[:1].is_contiguous() or tensor.stride(0) < tensor.shape[1:].numel():
+        raise ValueError(
+            f"{name} must have contiguous rows that do not overlap, got shape "
+            f"{tuple(tensor.shape)} and strides {tensor.stride()}; call .contiguous()"
+        )
+
+
 def check_matrix(name: str, tensor: Tensor) -> None:
     """Raise unless ``tensor`` is a contiguous matrix of float32, float16 or bfloat16."""
     check_float(name, tensor)

@@ -13,7 +13,7 @@ def with_own_storage(part: Tensor) -> Tensor:
     does. Version counters are separate.
 
     Args:
-        part: contiguous, without gradient.
+        part: without gradient; there may be gaps between its rows.
 
     Returns:
         ``part`` itself where its storage holds nothing else; where it has no elements; and where it

@@ -82,6 +82,28 @@ class RowMove(NamedTuple):
     """Both lists are changed."""
 
 
+REGION_BITS = 16
+"""Places of stored rows lie in regions of as many as this many bits count. A GPU that goes through
+regions in order translates their addresses nearly as fast as those of places in order, which would
+take more to sort."""
+
+
+class PlaceExchange(NamedTuple):
+    """Arguments of ``torchembed::exchange_places``, likewise;
+    see :func:`torchembed.ops.row_cache.exchange_places`."""
+
+    slots: Tensor
+    written_rows: Tensor
+    read_rows: Tensor
+    count: Tensor
+    place_of_row: Tensor
+    """Is changed."""
+
+
+PlaceResults = tuple[Tensor, Tensor, Tensor]
+"""Results of ``torchembed::exchange_places``: slots, and the places written and read."""
+
+
 ClaimResults = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Results of ``torchembed::claim_slots``: the four of
 :class:`torchembed.ops.row_cache.RowMoves`, and the number of slots that were too few."""

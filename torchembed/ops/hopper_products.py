@@ -23,7 +23,7 @@ COVERS = (
 @functools.cache
 def _runs_on(device: torch.device) -> bool:
     """True for a GPU of the right generation with a driver that runs the library's kernels."""
-    from torchembed.triton_kernels.segments import library_sort_on
+    from torchembed.triton_kernels.sort_rows import library_sort_on
 
     return torch.cuda.get_device_capability(device) == _GPU and library_sort_on(device) is not None
 

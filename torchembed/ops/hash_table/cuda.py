@@ -1,4 +1,4 @@
-"""The C++ library's kernels of ``find_slots`` and ``insert_keys`` for GPUs."""
+"""The C++ library's kernels of ``find_slots``, ``touch_slots`` and ``insert_keys`` for GPUs."""
 
 import functools
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchembed import _native
 from torchembed.core.dispatch import CudaKernel
-from torchembed.core.hash_tables import KeyInsertion
+from torchembed.core.hash_tables import KeyInsertion, Policy, SlotTouch
 
 if TYPE_CHECKING:
     from torchembed.triton_kernels.insert_keys_results import InsertedKeys
@@ -22,7 +22,7 @@ _DIGEST_ALIGNMENT = 16
 def _runs_on(device: torch.device) -> bool:
     """True where the driver is not older than the compiler that made the library's kernels, as of
     its sort."""
-    from torchembed.triton_kernels.segments import library_sort_on
+    from torchembed.triton_kernels.sort_rows import library_sort_on
 
     return library_sort_on(device) is not None
 
@@ -42,6 +42,25 @@ def _launch_find_slots(
         return torch.ops.torchembed_native.find_slots_on_gpu(
             keys, tables, digests, slot_keys, geometry, stream
         )
+
+
+def _launch_touch_slots(touch: SlotTouch) -> object:
+    """``torchembed::touch_slots``; see :func:`torchembed.ops.hash_table.touch_slots`."""
+    if touch.policy not in (Policy.LRU, Policy.LFU) or not _runs_on(touch.slots.device):
+        return NotImplemented
+    with torch.cuda.device_of(touch.slots):
+        stream = torch.cuda.current_stream(touch.slots.device).cuda_stream
+        torch.ops.torchembed_native.touch_slots_on_gpu(
+            touch.slots,
+            touch.tables,
+            touch.epoch,
+            touch.is_trained,
+            touch.touched,
+            touch.scores,
+            touch.counters,
+            stream,
+        )
+    return None
 
 
 def _launch_insert_keys(insertion: KeyInsertion) -> object:
@@ -82,6 +101,12 @@ def _insert_binned_keys(
 def find_slots_kernel() -> CudaKernel | None:
     """The kernel; None where the library is not loaded or was built without CUDA."""
     return _native.cuda_kernel("find_slots_on_gpu", _launch_find_slots, _COVERS)
+
+
+def touch_slots_kernel() -> CudaKernel | None:
+    """Likewise."""
+    covers = "calls under LRU and LFU where its kernels run"
+    return _native.cuda_kernel("touch_slots_on_gpu", _launch_touch_slots, covers)
 
 
 def insert_keys_kernel() -> CudaKernel | None:

@@ -20,7 +20,11 @@ from torchembed.ops.hash_table.checks import (
     check_touch_slots,
     check_touch_slots_contents,
 )
-from torchembed.ops.hash_table.cuda import find_slots_kernel, insert_keys_kernel
+from torchembed.ops.hash_table.cuda import (
+    find_slots_kernel,
+    insert_keys_kernel,
+    touch_slots_kernel,
+)
 from torchembed.ops.hash_table.reference import (
     erase_keys_reference,
     find_slots_reference,
@@ -46,6 +50,7 @@ touch_slots_op = define_op(
     reference=touch_slots_reference,
     fake=lambda touch: None,
     triton="torchembed.triton_kernels.touch_slots:launch_touch_slots",
+    cuda=touch_slots_kernel(),
     native=_native.native_op("touch_slots"),
     check=check_touch_slots,
     check_contents=check_touch_slots_contents,

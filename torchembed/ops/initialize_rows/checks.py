@@ -9,7 +9,9 @@ from torchembed.core.update_records import RowInitialization
 
 def check_initialize_rows(new: RowInitialization) -> None:
     weight = new.weight
-    checks.check_matrix("weight", weight)
+    checks.check_float("weight", weight)
+    checks.check_dim("weight", weight, 2)
+    checks.check_apart_rows("weight", weight)
     for name, state in (("state0", new.state0), ("state1", new.state1)):
         if state is None:
             continue
@@ -19,7 +21,7 @@ def check_initialize_rows(new: RowInitialization) -> None:
                 f"{name} must have shape {tuple(weight.shape)} or {tuple(weight.shape[:1])}, an "
                 f"element for each of weight or for each row, got {tuple(state.shape)}"
             )
-        checks.check_contiguous(name, state)
+        checks.check_apart_rows(name, state)
     num_rows, num_tables = new.rows.numel(), new.table_keys.numel()
     for name, tensor, dtype, numel, meaning in (
         ("rows", new.rows, torch.int64, num_rows, ""),

@@ -46,7 +46,8 @@ def initialize_rows(
 
     Args:
         weight: float32, float16 or bfloat16 ``[R, D]``, changed.
-        states: at most two, float32 ``[R, D]`` or ``[R]``, changed.
+        states: at most two, float32 ``[R, D]`` or ``[R]``, changed. Rows of these, and of
+            ``weight``, are contiguous, with gaps between them or without.
         rows: int64 ``[N]``, rows of ``weight``; -1 for none.
         ids: int64 ``[N]``, the id of each row.
         tables: int32 ``[N]``, the table of each row, a number in ``[0, T)`` where there is a row.

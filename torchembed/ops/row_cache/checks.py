@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core import checks, contents
-from torchembed.core.row_caches import CacheCounter, RowMove, SlotClaim
+from torchembed.core.row_caches import CacheCounter, PlaceExchange, RowMove, SlotClaim
 from torchembed.ops.row_cache.layout import MAX_SLOTS
 
 _MAX_IDS = 2**31
@@ -96,7 +96,7 @@ def check_claim_slots_contents(claim: SlotClaim) -> None:
 
 
 def _check_lines(name: str, tensors: list[Tensor], index: int) -> None:
-    """Checks that ``tensors[index]`` is contiguous and has as many rows as the first one."""
+    """Checks that ``tensors[index]`` has as many rows as the first one."""
     tensor, first = tensors[index], tensors[0]
     if first.dim() == 0:
         raise ValueError(f"{name}[0] must have at least one dimension, got a scalar")
@@ -105,7 +105,6 @@ def _check_lines(name: str, tensors: list[Tensor], index: int) -> None:
             f"{name}[{index}] must have {first.shape[0]} rows as {name}[0] has, "
             f"got shape {tuple(tensor.shape)}"
         )
-    checks.check_contiguous(f"{name}[{index}]", tensor)
 
 
 def _check_pair(move: RowMove, index: int) -> None:
@@ -113,6 +112,8 @@ def _check_pair(move: RowMove, index: int) -> None:
     _check_lines("stored", move.stored, index)
     first, cached, stored = move.cached[0], move.cached[index], move.stored[index]
     cached_name, stored_name = f"cached[{index}]", f"stored[{index}]"
+    checks.check_contiguous(cached_name, cached)
+    checks.check_apart_rows(stored_name, stored)
     if stored.dtype is not cached.dtype:
         raise TypeError(
             f"{stored_name} must be {checks.dtype_name(cached.dtype)} as {cached_name} is, "
@@ -127,20 +128,42 @@ def _check_pair(move: RowMove, index: int) -> None:
     checks.check_reachable(stored_name, stored, cached_name, cached)
 
 
+def _check_moves(moves: RowMove | PlaceExchange, like_name: str, like: Tensor) -> None:
+    num_moves = moves.slots.numel()
+    for name, tensor, dtype, numel, meaning in (
+        ("slots", moves.slots, torch.int32, num_moves, "one for each move"),
+        ("written_rows", moves.written_rows, torch.int64, num_moves, "one for each move"),
+        ("read_rows", moves.read_rows, torch.int64, num_moves, "one for each move"),
+        ("count", moves.count, torch.int64, 1, "the number of moves"),
+    ):
+        _check_vector(name, tensor, dtype, _OF_MOVES, numel, meaning, like_name, like)
+
+
+def check_exchange_places(exchange: PlaceExchange) -> None:
+    slots, places = exchange.slots, exchange.place_of_row
+    _check_moves(exchange, "slots", slots)
+    of_places = "place_of_row", places, torch.int32, "call .int()"
+    _check_vector(*of_places, places.numel(), "one for each row", "slots", slots)
+
+
+def check_exchange_places_contents(exchange: PlaceExchange) -> None:
+    contents.check_in_range("count", exchange.count, 0, exchange.slots.numel() + 1, _OF_MOVES)
+    num_moves, num_rows = int(exchange.count), exchange.place_of_row.numel()
+    written, read = exchange.written_rows[:num_moves], exchange.read_rows[:num_moves]
+    contents.check_in_range("written_rows", written, -1, num_rows, _OF_MOVES)
+    contents.check_in_range("read_rows", read, 0, num_rows, _OF_MOVES)
+    contents.check_in_range(
+        "place_of_row", exchange.place_of_row, 0, num_rows, "give each row a place of its own"
+    )
+
+
 def check_move_rows(move: RowMove) -> None:
     if not move.cached or len(move.stored) != len(move.cached):
         raise ValueError(
             f"cached and stored must hold as many tensors, at least one, got {len(move.cached)} "
             f"and {len(move.stored)}"
         )
-    num_moves = move.slots.numel()
-    for name, tensor, dtype, numel, meaning in (
-        ("slots", move.slots, torch.int32, num_moves, "one for each move"),
-        ("written_rows", move.written_rows, torch.int64, num_moves, "one for each move"),
-        ("read_rows", move.read_rows, torch.int64, num_moves, "one for each move"),
-        ("count", move.count, torch.int64, 1, "the number of moves"),
-    ):
-        _check_vector(name, tensor, dtype, _OF_MOVES, numel, meaning, "cached[0]", move.cached[0])
+    _check_moves(move, "cached[0]", move.cached[0])
     for index in range(len(move.cached)):
         _check_pair(move, index)
 
@@ -153,18 +176,37 @@ def check_move_rows_contents(move: RowMove) -> None:
         contents.check_in_range(name, rows[:num_moves], -1, num_rows, _OF_MOVES)
 
 
-def check_find_cached(slot_of_row: Tensor, rows: Tensor) -> None:
+def check_find_cached(
+    slot_of_row: Tensor, rows: Tensor, num_rows: Tensor | None, no_slot: int
+) -> None:
     _check_rows("rows", rows)
     _check_slot_of_row(slot_of_row, "rows", rows)
+    if num_rows is not None:
+        _check_vector(
+            *("num_rows", num_rows, torch.int32, _OF_RUNS),
+            *(1, "a scalar in a tensor", "rows", rows),
+        )
+    limits = torch.iinfo(rows.dtype)
+    if not limits.min <= no_slot <= limits.max:
+        raise ValueError(
+            f"no_slot must fit {checks.dtype_name(rows.dtype)} as rows are, got {no_slot}"
+        )
 
 
-def check_find_cached_contents(slot_of_row: Tensor, rows: Tensor) -> None:
+def check_find_cached_contents(
+    slot_of_row: Tensor, rows: Tensor, num_rows: Tensor | None, no_slot: int
+) -> None:
+    if num_rows is not None:
+        contents.check_in_range("num_rows", num_rows, 0, rows.numel() + 1, _OF_RUNS)
+        rows = rows[: int(num_rows)]
     contents.check_rows(rows, slot_of_row.numel())
 
 
 def check_read_rows(cached: Tensor, stored: Tensor, slots: Tensor, rows: Tensor) -> None:
     checks.check_matrix("cached", cached)
-    checks.check_matrix("stored", stored)
+    checks.check_float("stored", stored)
+    checks.check_dim("stored", stored, 2)
+    checks.check_apart_rows("stored", stored)
     if stored.dtype is not cached.dtype:
         raise TypeError(
             f"stored must be {checks.dtype_name(cached.dtype)} as cached is, "

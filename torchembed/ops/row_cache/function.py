@@ -9,6 +9,7 @@ from torch import Tensor
 from torchembed.core.row_caches import CacheCounter, RowCache
 from torchembed.ops.row_cache.schema import (
     claim_slots_op,
+    exchange_places_op,
     find_cached_op,
     move_rows_op,
     read_rows_op,
@@ -16,8 +17,8 @@ from torchembed.ops.row_cache.schema import (
 
 
 class RowMoves(NamedTuple):
-    """Rows to write from slots of a cache to where they are stored, and to read from there. From
-    ``count`` on, entries are -1."""
+    """Rows to write from slots of a cache to where they are stored, and to read from there. Entries
+    from ``count`` on are no moves."""
 
     slots: Tensor
     """int32 ``[K]``: the slot of each move, each slot once."""
@@ -50,16 +51,16 @@ def claim_slots(
     """Give every row of a batch that will be trained a slot of ``cache``, and say which rows must
     be moved for that, which :func:`move_rows` does; :func:`find_cached` then finds the slots.
 
-    Rows that are cached keep their slots. The others, in ascending order, take slots that are
-    evictable: free ones, and those that no batch used in an epoch after ``released``, nor this
-    batch uses. The hand chooses: it goes around the slots from where it stands and takes the
-    evictable ones that are not recent; those that it passes are not recent any more. Where a whole
-    round does not give enough slots, a second one from the same start takes evictable ones that
-    were recent. The hand then stands behind the last slot taken. At the end every slot of the batch
-    is recent and dirty, and ``epoch`` is its last use.
+    Rows that are cached keep their slots, whose last use is ``epoch`` from then on, and which are
+    recent and dirty. The others, in ascending order, take slots that are evictable: free ones, and
+    those that no batch used in an epoch after ``released``. The hand chooses: it goes around the
+    slots from where it stands and takes the evictable ones that are not recent; those that it
+    passes are not recent any more, but for the batch's own. Where a whole round does not give
+    enough slots, a second one from the same start takes evictable ones that were recent. The hand
+    then stands behind the last slot taken. What it took is the batch's own, too.
 
-    A batch that needs more slots than are evictable is refused as a whole: nothing but the counters
-    changes, and there are no moves.
+    A batch that needs more slots than are evictable is refused: its rows that are cached are used
+    as above, but no other gets a slot, there are no moves, and the hand passes nothing.
 
     Two calls with equal arguments leave equal caches, bit for bit. Never synchronizes.
 
@@ -87,18 +88,23 @@ def claim_slots(
     return ClaimedSlots(RowMoves(*moves), num_refused)
 
 
-def find_cached(slot_of_row: Tensor, rows: Tensor) -> Tensor:
-    """The slot of each row, ``[L]`` of the dtype of ``rows``; -1 for row -1 and for rows that are
-    not cached. Changes nothing, and never synchronizes.
+def find_cached(
+    slot_of_row: Tensor, rows: Tensor, *, num_rows: Tensor | None = None, no_slot: int = -1
+) -> Tensor:
+    """The slot of each row, ``[L]`` of the dtype of ``rows``; ``no_slot`` for row -1 and for rows
+    that are not cached. Changes nothing, and never synchronizes.
 
     Args:
         slot_of_row: int32 ``[R]``, of a :class:`RowCache`.
         rows: ``[L]``, int32 or int64, each -1 or in ``[0, R)``; L < 2**31.
+        num_rows: int32 ``[1]``: how many of them are looked at; those behind are as row -1,
+            whatever they are, and take less time. None: all.
+        no_slot: fits the dtype of ``rows``.
 
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
-    return find_cached_op(slot_of_row, rows.contiguous())
+    return find_cached_op(slot_of_row, rows.contiguous(), num_rows, no_slot)
 
 
 def dirty_moves(cache: RowCache) -> RowMoves:
@@ -127,13 +133,40 @@ def dirty_moves(cache: RowCache) -> RowMoves:
     return moves
 
 
+def exchange_places(place_of_row: Tensor, moves: RowMoves) -> RowMoves:
+    """Say at which places the rows of ``moves`` are stored, where each row that is written goes to
+    the place of the row that is read into its slot, and gives its own place up to that one.
+
+    Whoever moves them touches one place for both. Deterministic; never synchronizes.
+
+    Worked example: rows 0, 1 and 2 have the places 0, 2 and 1. Two moves, of slot 5, where row 0 is
+    written and row 1 read, and of slot 3, where row 2 is read, become moves of slot 5, which writes
+    place 2 and reads it, and of slot 3, which reads place 1. Rows 0, 1 and 2 then have the places
+    2, 0 and 1.
+
+    Args:
+        place_of_row: int32 ``[R]``, the place of each row, all different; changed.
+        moves: of :func:`claim_slots`.
+
+    Returns:
+        The moves with places for rows, in ascending order of the regions of 2**16 places that are
+        read, and of one region in the order of ``moves``. From ``count`` on they are undefined.
+
+    Raises:
+        TypeError, ValueError: for a dtype, shape or device that does not fit.
+    """
+    slots, written_places, read_places = exchange_places_op(*moves, place_of_row)
+    return RowMoves(slots, written_places, read_places, moves.count)
+
+
 def move_rows(moves: RowMoves, cached: Sequence[Tensor], stored: Sequence[Tensor]) -> None:
-    """Write rows from their slots to where they are stored, and then read others into the slots.
+    """Write rows from their slots to where they are stored, and read others into the slots.
 
     Move ``i < count`` does ``stored[j][written_rows[i]] = cached[j][slots[i]]`` for each ``j``, and
-    then ``cached[j][slots[i]] = stored[j][read_rows[i]]``; a row of -1 is left out. Elements keep
-    their bits. No row may be both written and read by one call. Deterministic; never synchronizes,
-    so a host that reads what was written has to.
+    ``cached[j][slots[i]] = stored[j][read_rows[i]]``; a row of -1 is left out. Both are read before
+    either is written: where the rows of a move are equal, slot and row exchange what they hold.
+    Elements keep their bits. No row may be written by one move and read by another one.
+    Deterministic; never synchronizes, so a host that reads what was written has to.
 
     Worked example: ``cached = [[[1., 2.], [3., 4.]]]``, ``stored = [[[5., 6.], [7., 8.]]]`` and one
     move: slot 1, written row 0, read row 1. Afterwards row 1 of ``cached[0]`` is ``7 8`` and row 0
@@ -143,8 +176,9 @@ def move_rows(moves: RowMoves, cached: Sequence[Tensor], stored: Sequence[Tensor
         moves: of :func:`claim_slots` or :func:`dirty_moves`.
         cached: tensors ``[C, ...]``, contiguous, such as a weight ``[C, D]`` and a state ``[C]``;
             changed.
-        stored: for each of them ``[R, ...]`` of its dtype and its shape of rows, contiguous, on the
-            same device or, for a GPU, in pinned memory of the host; changed.
+        stored: for each of them ``[R, ...]`` of its dtype and its shape of rows, which are
+            contiguous, with gaps between them or without, on the same device or, for a GPU, in
+            pinned memory of the host; changed.
 
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
@@ -161,8 +195,8 @@ def read_rows(cached: Tensor, stored: Tensor, slots: Tensor, rows: Tensor) -> Te
 
     Args:
         cached: ``[C, D]``, float32, float16 or bfloat16.
-        stored: ``[R, D]``, of the same dtype, on the same device or, for a GPU, in pinned memory of
-            the host.
+        stored: ``[R, D]``, of the same dtype, of contiguous rows with gaps between them or without,
+            on the same device or, for a GPU, in pinned memory of the host.
         slots: ``[L]``, int32 or int64, of :func:`find_cached`.
         rows: ``[L]``, int32 or int64, each -1 or in ``[0, R)``; L < 2**31.
 

@@ -4,8 +4,11 @@ import torch
 from torch import Tensor
 
 from torchembed.core.row_caches import (
+    REGION_BITS,
     CacheCounter,
     ClaimResults,
+    PlaceExchange,
+    PlaceResults,
     RowMove,
     SlotClaim,
     empty_claim,
@@ -31,10 +34,13 @@ def claim_slots_reference(claim: SlotClaim) -> ClaimResults:
     cache.counters[CacheCounter.UNIQUE_ROWS] += wanted.numel()
     cache.counters[CacheCounter.UNIQUE_MISSES] += missing.numel()
 
+    cache.last_use[hits] = claim.epoch
+    cache.is_recent[hits] = True
+    cache.is_dirty[hits] = True
+
     # The evictable slots in the order in which the hand reaches them: those that are not recent in
     # its first round, the others in its second one.
     is_evictable = (cache.row_of_slot < 0) | (cache.last_use <= claim.released)
-    is_evictable[hits] = False
     one_round = (torch.arange(num_slots, device=wanted.device) + cache.hand) % num_slots
     of_first = one_round[(is_evictable & ~cache.is_recent)[one_round]]
     of_second = one_round[(is_evictable & cache.is_recent)[one_round]]
@@ -43,15 +49,14 @@ def claim_slots_reference(claim: SlotClaim) -> ClaimResults:
         num_refused.fill_(missing.numel() - num_evictable)
         cache.counters[CacheCounter.REFUSED_BATCHES] += 1
         return results
+    if missing.numel() == 0:
+        return results
 
     victims = torch.cat((of_first, of_second))[: missing.numel()]
-    if victims.numel() > of_first.numel():
-        cache.is_recent.fill_(False)
-    elif victims.numel() > 0:
-        num_passed = int((victims[-1] - cache.hand) % num_slots) + 1
-        cache.is_recent[one_round[:num_passed]] = False
-    if victims.numel() > 0:
-        cache.hand.copy_((victims[-1] + 1) % num_slots)
+    num_passed = int((victims[-1] - cache.hand) % num_slots) + 1
+    passed = one_round if victims.numel() > of_first.numel() else one_round[:num_passed]
+    cache.is_recent[passed] &= cache.last_use[passed] == claim.epoch
+    cache.hand.copy_((victims[-1] + 1) % num_slots)
 
     old_rows = cache.row_of_slot[victims]
     moved_slots[: victims.numel()] = victims.to(torch.int32)
@@ -63,18 +68,43 @@ def claim_slots_reference(claim: SlotClaim) -> ClaimResults:
     cache.slot_of_row[old_rows[old_rows >= 0]] = -1
     cache.slot_of_row[missing] = victims.to(torch.int32)
     cache.row_of_slot[victims] = missing
-    # Only now, so that all of the batch's slots are recent, however far the hand went.
-    used = torch.cat((hits, victims))
-    cache.last_use[used] = claim.epoch
-    cache.is_recent[used] = True
-    cache.is_dirty[used] = True
+    cache.last_use[victims] = claim.epoch
+    cache.is_recent[victims] = True
+    cache.is_dirty[victims] = True
     return results
 
 
-def find_cached_reference(slot_of_row: Tensor, rows: Tensor) -> Tensor:
-    slots = torch.full_like(rows, -1)
+def exchange_places_reference(exchange: PlaceExchange) -> PlaceResults:
+    num_moves = int(exchange.count)
+    slots, written, read = (rows[:num_moves] for rows in exchange[:3])
+    places = exchange.place_of_row[read].long()
+    order = (places >> REGION_BITS).argsort(stable=True)
+    slots, written, read, places = slots[order], written[order], read[order], places[order]
+    is_written = written >= 0
+    left_places = exchange.place_of_row[written[is_written]]
+    exchange.place_of_row[written[is_written]] = places[is_written].to(torch.int32)
+    exchange.place_of_row[read[is_written]] = left_places
+    results = (
+        torch.empty_like(exchange.slots),
+        torch.empty_like(exchange.written_rows),
+        torch.empty_like(exchange.read_rows),
+    )
+    for result, of_moves in zip(
+        results, (slots, places.where(is_written, -1), places), strict=True
+    ):
+        result[:num_moves] = of_moves
+    return results
+
+
+def find_cached_reference(
+    slot_of_row: Tensor, rows: Tensor, num_rows: Tensor | None, no_slot: int
+) -> Tensor:
+    slots = torch.full_like(rows, no_slot)
     is_row = rows >= 0
-    slots[is_row] = slot_of_row[rows[is_row].long()].to(rows.dtype)
+    if num_rows is not None:
+        is_row[int(num_rows) :] = False
+    found = slot_of_row[rows[is_row].long()].to(rows.dtype)
+    slots[is_row] = found.where(found >= 0, no_slot)
     return slots
 
 
@@ -85,10 +115,10 @@ def move_rows_reference(move: RowMove) -> None:
             rows[:num_moves].long() for rows in (move.slots, move.written_rows, move.read_rows)
         )
         is_written, is_read = written >= 0, read >= 0
-        lines = cached[slots[is_written]].to(stored.device)
-        stored[written[is_written].to(stored.device)] = lines
-        lines = stored[read[is_read].to(stored.device)].to(cached.device)
-        cached[slots[is_read]] = lines
+        old = cached[slots[is_written]].to(stored.device)
+        new = stored[read[is_read].to(stored.device)].to(cached.device)
+        stored[written[is_written].to(stored.device)] = old
+        cached[slots[is_read]] = new
 
 
 def read_rows_reference(cached: Tensor, stored: Tensor, slots: Tensor, rows: Tensor) -> Tensor:

@@ -4,10 +4,12 @@ import torch
 
 from torchembed import _native
 from torchembed.core.dispatch import define_op
-from torchembed.core.row_caches import RowMove, SlotClaim, empty_claim
+from torchembed.core.row_caches import PlaceExchange, RowMove, SlotClaim, empty_claim
 from torchembed.ops.row_cache.checks import (
     check_claim_slots,
     check_claim_slots_contents,
+    check_exchange_places,
+    check_exchange_places_contents,
     check_find_cached,
     check_find_cached_contents,
     check_move_rows,
@@ -17,6 +19,7 @@ from torchembed.ops.row_cache.checks import (
 )
 from torchembed.ops.row_cache.reference import (
     claim_slots_reference,
+    exchange_places_reference,
     find_cached_reference,
     move_rows_reference,
     read_rows_reference,
@@ -35,6 +38,17 @@ claim_slots_op = define_op(
     check_contents=check_claim_slots_contents,
     record=SlotClaim,
 )
+exchange_places_op = define_op(
+    "exchange_places(Tensor slots, Tensor written_rows, Tensor read_rows, Tensor count,"
+    " Tensor(a!) place_of_row) -> (Tensor, Tensor, Tensor)",
+    reference=exchange_places_reference,
+    fake=lambda exchange: tuple(map(torch.empty_like, exchange[:3])),
+    triton="torchembed.triton_kernels.exchange_places:launch_exchange_places",
+    native=_native.native_op("exchange_places"),
+    check=check_exchange_places,
+    check_contents=check_exchange_places_contents,
+    record=PlaceExchange,
+)
 move_rows_op = define_op(
     "move_rows(Tensor slots, Tensor written_rows, Tensor read_rows, Tensor count,"
     " Tensor(a!)[] cached, Tensor(b!)[] stored) -> ()",
@@ -47,9 +61,9 @@ move_rows_op = define_op(
     record=RowMove,
 )
 find_cached_op = define_op(
-    "find_cached(Tensor slot_of_row, Tensor rows) -> Tensor",
+    "find_cached(Tensor slot_of_row, Tensor rows, Tensor? num_rows, int no_slot) -> Tensor",
     reference=find_cached_reference,
-    fake=lambda slot_of_row, rows: torch.empty_like(rows),
+    fake=lambda slot_of_row, rows, num_rows, no_slot: torch.empty_like(rows),
     triton="torchembed.triton_kernels.find_cached:launch_find_cached",
     native=_native.native_op("find_cached"),
     check=check_find_cached,

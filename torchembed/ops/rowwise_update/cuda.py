@@ -68,7 +68,7 @@ def _num_blocks(update: RowUpdate) -> int:
 def _runs_on(device: torch.device) -> bool:
     """True for a GPU that is new enough, where the library's sort runs too: one compiler made both
     kernels, and the driver is not older than it."""
-    from torchembed.triton_kernels.segments import library_sort_on
+    from torchembed.triton_kernels.sort_rows import library_sort_on
 
     is_new_enough = torch.cuda.get_device_capability(device) >= _OLDEST_GPU
     return is_new_enough and library_sort_on(device) is not None
