@@ -40,7 +40,7 @@ def test_ids_of_texts_are_their_hashes(texts: list[str]) -> None:
 
 
 def test_ids_of_texts_are_published_values() -> None:
-    """Of http://www.isthe.com/chongo/src/fnv/test_fnv.c."""
+    """The values of http://www.isthe.com/chongo/src/fnv/test_fnv.c."""
     published = {"": 0xCBF29CE484222325, "a": 0xAF63DC4C8601EC8C, "foobar": 0x85944171F73967E8}
     assert text_ids(list(published)).view(np.uint64).tolist() == list(published.values())
 

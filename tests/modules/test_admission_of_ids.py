@@ -17,12 +17,14 @@ from torchembed import (
     Chance,
     CountMinSketch,
     Dynamic,
+    EmbeddingBag,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     MinimumCount,
     Probability,
     SparseFeatures,
 )
+from torchembed.tables import clear_ids
 
 POLICIES = {
     "minimum count": MinimumCount(3),
@@ -142,6 +144,56 @@ def test_state_dicts_and_copies_hold_the_counts(name: str, eviction: torchembed.
     other = bags(Dynamic(eviction=eviction))
     with pytest.raises(RuntimeError, match=r"Unexpected key.*embedding_bags\.a\.index\."):
         other.load_state_dict(resumed.state_dict())
+
+
+DRAWN = {
+    "chance": Probability(threshold=2),
+    "in proportion": Probability(threshold=2, chance=Chance.PROPORTIONAL),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32, torch.uint64], ids=str)
+@pytest.mark.parametrize("name", [*POLICIES, *DRAWN])
+def test_ids_of_other_dtypes_are_admitted_as_those_of_int64(name: str, dtype: torch.dtype) -> None:
+    states = []
+    for of_run in (torch.int64, dtype):
+        dynamic = Dynamic(admission={**POLICIES, **DRAWN}[name], eviction=LFU())
+        module = EmbeddingBag(200, 4, mode="sum", dynamic=dynamic, seed=1)
+        optimizer = torchembed.optim.SGD(module.parameters(), lr=0.5)
+        drawn = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            ids = torch.randint(2**31 - 40, 2**31, (8, 4), generator=drawn)
+            module(ids.to(of_run)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(module.state_dict())
+    assert states[0]["index.digests"].any()
+    for key, tensor in states[0].items():
+        assert_same_bits(states[1][key], tensor)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_sketch_counts_on_in_a_module_of_another_seed(seed: int) -> None:
+    """And under the keys that it brought, in checkpoints of that module too, until it is loaded
+    anew; an empty table keeps the keys."""
+    dynamic = Dynamic(admission=CountMinSketch(threshold=3, width=1 << 16))
+    first, second, third = (
+        EmbeddingBag(200, 4, mode="sum", dynamic=dynamic, seed=s) for s in (1, seed, 3)
+    )
+    ids = torch.arange(50)[None]
+    for module, successor in ((first, second), (second, third)):
+        assert not module(ids).any()
+        successor.load_state_dict(module.state_dict())
+    assert third(ids).any()
+    assert third.statistics()["weight"].size == 50
+    clear_ids(third.table_set.tables[0])
+    state, of_first = third.state_dict(), first.state_dict()
+    assert torch.equal(state["index.sketch_keys"], of_first["index.sketch_keys"])
+    assert not state["index.sketch"].any()
+    assert not torch.equal(
+        EmbeddingBag(200, 4, mode="sum", dynamic=dynamic, seed=3).state_dict()["index.sketch_keys"],
+        of_first["index.sketch_keys"],
+    )
 
 
 def test_admission_must_be_a_policy() -> None:

@@ -47,7 +47,7 @@ class Trained:
 def test_the_least_scores_go_down_to_the_target(
     eviction: LRU | LFU, batches: list[list[int]], max_rows: int, evict_to: float
 ) -> None:
-    """Of one block, which each step visits; rows in use stay, and below the bound all do."""
+    """Each step visits the table's one block; rows in use stay, and below the bound all do."""
     trained = Trained(Dynamic(eviction=eviction, max_rows=max_rows, evict_to=evict_to))
     last_use: dict[int, int] = {}
     counts: Counts[int] = Counts()
@@ -79,7 +79,7 @@ def test_the_least_scores_go_down_to_the_target(
 
 @pytest.mark.parametrize("sweep_steps", [1, 2, 1000])
 def test_larger_tables_stay_near_the_bound(sweep_steps: int) -> None:
-    """Of three blocks, of which each step visits some."""
+    """Each step visits some of the table's three blocks."""
     max_rows, num_new, pass_steps = 5000, 300, min(sweep_steps, 3)
     trained = Trained(Dynamic(max_rows=max_rows, sweep_steps=sweep_steps), capacity=3 * 4096)
     sizes = [len(trained.step(range(num_new * step, num_new * (step + 1)))) for step in range(34)]
@@ -105,7 +105,7 @@ def test_a_run_goes_on_from_a_state_dict_as_if_it_had_not_stopped() -> None:
 
 
 def test_bytes_become_rows_once_the_optimizer_is_known() -> None:
-    """Of a row: 3 float32, as many of Adagrad's state, and 17 bytes of its id and last use."""
+    """A row has 3 float32, as many of Adagrad's state, and 17 bytes of its id and last use."""
     in_bytes = Trained(Dynamic(max_bytes=20 * (2 * 12 + 17), evict_to=0.5), dim=3)
     in_rows = Trained(Dynamic(max_rows=20, evict_to=0.5), dim=3)
     both = Trained(Dynamic(max_rows=20, max_bytes=10**6, evict_to=0.5), dim=3)

@@ -1,6 +1,7 @@
 """Deltas of dynamic tables: a snapshot and the deltas after it are a later snapshot."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.tolerance import assert_same_bits
 from torchembed import (
     LFU,
     LRU,
+    CallerScores,
     Delta,
     Dynamic,
     EmbeddingBag,
@@ -76,7 +78,7 @@ def test_a_snapshot_and_deltas_are_a_later_snapshot(
     windows: list[list[tuple[list[int], list[int]] | int]], eviction: LRU | LFU, ttl: int | None
 ) -> None:
     """Bit for bit, with ids evicted, expired and admitted again; marks may be skipped."""
-    module = collection(eviction=eviction, ttl_steps=ttl, sweep_steps=1)
+    module = collection(eviction=eviction, ttl_steps=ttl)
     optimizer = torchembed.optim.Adagrad(module.parameters(), lr=0.1)
     first = module.delta()
     marks, copies, states = [first.mark], applied({}, first), [applied({}, first)]
@@ -161,6 +163,34 @@ def test_an_erased_id_is_a_deletion(dtype: torch.dtype) -> None:
     assert (copies["a"].keys(), copies["b"].keys()) == ({2, 3}, {1})
     with pytest.raises(ValueError, match="table must be the name of a dynamic table"):
         module.erase(torch.tensor([1]))
+
+
+def test_modules_without_dynamic_tables_have_no_deltas() -> None:
+    static, ids = EmbeddingBag(4, 2, mode="sum"), torch.tensor([1])
+    calls: list[Callable[[], object]] = [
+        static.delta,
+        static.delta_mark,
+        lambda: static.erase(ids),
+        lambda: static.evict(max_rows=1),
+        lambda: static.set_score(1),
+        lambda: static.assign_scores(ids, ids),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"this module has no dynamic table, .*; give one dyn"):
+            call()
+
+
+def test_what_is_no_mark_and_no_ids_is_named() -> None:
+    bag = EmbeddingBag(4, 2, mode="sum", dynamic=Dynamic(deletion_log=8))
+    with pytest.raises(TypeError, match=r"since must be the mark of an earlier delta, .* got 'x'"):
+        bag.delta(since="x")  # type: ignore[arg-type]
+    scored = EmbeddingBag(4, 2, mode="sum", dynamic=Dynamic(eviction=CallerScores()))
+    with pytest.raises(TypeError, match=r"ids must be .*, got list"):
+        bag.erase([1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"ids must be .*, got float32"):
+        bag.erase(torch.tensor([1.0]))
+    with pytest.raises(TypeError, match=r"ids must be .*, got list"):
+        scored.assign_scores([1], torch.tensor([1]))  # type: ignore[arg-type]
 
 
 def test_an_id_that_came_back_is_an_upsert_alone() -> None:

@@ -1,5 +1,7 @@
 """Errors of dynamic tables come before anything has changed."""
 
+import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +12,14 @@ from tests.support.hash_tables import blocks_of
 from torchembed import (
     LFU,
     LRU,
+    CallerScores,
+    DecayingLFU,
     Dynamic,
     Embedding,
     EmbeddingBag,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EpochLFU,
     HashedRows,
     MinimumCount,
     SparseFeatures,
@@ -79,6 +84,21 @@ def test_sizes_are_integers(field: str, value: object) -> None:
     settings: dict[str, Any] = {"num_embeddings": 8, "embedding_dim": 4, field: value}
     with pytest.raises(TypeError, match=f"{field} of table t must be an int, got {value!r}"):
         EmbeddingBagConfig(name="t", feature_names=("f",), **settings)
+
+
+def test_sizes_beyond_any_memory_are_named() -> None:
+    with pytest.raises(ValueError, match=r"deletion_log must be at most 1099511627776, got 2199"):
+        Dynamic(deletion_log=2**41)
+    match = "num_embeddings of dynamic table weight must be at most 1099511627776, got 4611686018"
+    with pytest.raises(ValueError, match=match):
+        Embedding(2**62, 4, dynamic=Dynamic())
+    match = (
+        rf"tables weight take {8 * 16} bytes of rows, and {8 * 17 + 2**45} of what finds them and "
+        "of their logs, for which there is no memory on cpu or its host; lower num_embeddings or "
+        "deletion_log, shard them"
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=match):
+        Embedding(8, 4, dynamic=Dynamic(deletion_log=2**40))
 
 
 def test_a_clock_says_numbers() -> None:
@@ -154,6 +174,63 @@ def test_states_of_other_policies_and_damaged_ones_change_nothing() -> None:
         check_refused(counting, damaged, rf"index\.{name} must be those of the ids beside them")
     counting.load_state_dict(entries(counting))
     assert held(counting) == [3]
+
+
+SCORED = {
+    "LFU": LFU(),
+    "DecayingLFU": DecayingLFU(rate=0.5, steps_per_decay=2),
+    r"EpochLFU(steps_per_epoch=3)": EpochLFU(steps_per_epoch=3),
+    r"EpochLFU(steps_per_epoch=30)": EpochLFU(steps_per_epoch=30),
+    "CallerScores": CallerScores(),
+}
+
+
+@pytest.mark.parametrize(("own", "other"), list(itertools.permutations(SCORED, 2)))
+def test_scores_of_another_policy_are_refused(own: str, other: str) -> None:
+    source, module = (Embedding(8, 4, dynamic=Dynamic(eviction=SCORED[n])) for n in (other, own))
+    source(torch.tensor([1, 2]))
+    module(torch.tensor([3]))
+    match = re.escape(
+        f"index.policy must be that of dynamic table weight, {own}, whose scores those of {other} "
+        "are not. Nothing of the table was loaded"
+    )
+    if "CallerScores" in (own, other):  # which has an entry more
+        match = r"as its eviction and admission say, .*index\.step_score"
+    for strict in (True, False):
+        check_refused(module, entries(source), match, strict=strict)
+    source.load_state_dict(entries(source))
+
+
+def test_policies_that_keep_their_scores_and_unknown_ones() -> None:
+    """Another rate changes no score; a number that no policy has is named."""
+    slow, fast = (
+        Embedding(8, 4, dynamic=Dynamic(eviction=DecayingLFU(rate=rate, steps_per_decay=steps)))
+        for rate, steps in ((0.5, 2), (0.1, 5))
+    )
+    slow(torch.tensor([1, 2]))
+    fast.load_state_dict(entries(slow))
+    assert held(fast) == [1, 2]
+    state = entries(slow)
+    state["index.policy"][0] = 77
+    check_refused(fast, state, "those of policy number 77, which this version does not know are")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_static_tables_take_no_rows_of_dynamic_ones(strict: bool) -> None:
+    source, module = Embedding(8, 4, dynamic=Dynamic()), Embedding(8, 4)
+    source(torch.tensor([1, 2]))
+    match = (
+        "static table weight, whose ids are the numbers of its rows, must be loaded without "
+        "entries under index, got those of a dynamic table, .* load a checkpoint, or rows by id"
+    )
+    check_refused(module, entries(source), match, strict=strict)
+    without_rows = {k: v for k, v in entries(source).items() if k != "weight"}
+    check_refused(module, without_rows, match, strict=strict)
+    settings: dict[str, Any] = {"num_embeddings": 8, "embedding_dim": 4}
+    static = EmbeddingBagCollection(
+        [EmbeddingBagConfig(name=n, feature_names=(f"of_{n}",), **settings) for n in "ab"]
+    )
+    check_refused(static, entries(collection()), "static table b, whose ids are", strict=strict)
 
 
 IDS = torch.arange(20) * 10**9

@@ -74,7 +74,7 @@ class DynamicTableMachine(RuleBasedStateMachine):
             eviction=POLICIES[self.policy],
             admission=admission_of(threshold, SMALL),
             ttl_steps=ttl_steps,
-            sweep_steps=1,
+            sweep_steps=1000 if ttl_steps is None else 1,
             deletion_log=deletion_log,
             missing=missing,
         )
@@ -193,11 +193,12 @@ def test_a_long_sequence(policy: str, device: torch.device, tmp_path: Path) -> N
     drawn = np.random.default_rng(0).integers(bits.min, bits.max, num_ids, endpoint=True)
     universe = np.unique(np.concatenate([SMALL, drawn]))
     grows = policy == "lru"
+    ttl_steps = None if policy == "lfu" or grows else 60
     dynamic = Dynamic(
         eviction=POLICIES[policy],
         admission=admission_of(1 if policy == "lru" else 2, universe),
-        ttl_steps=None if policy == "lfu" or grows else 60,
-        sweep_steps=1,
+        ttl_steps=ttl_steps,
+        sweep_steps=1000 if ttl_steps is None else 1,
         deletion_log=num_ids // 4,
         initial_capacity=num_ids // 16 if grows else None,
         missing="zeros" if policy == "lru" else "initial",

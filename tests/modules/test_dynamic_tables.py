@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchembed
 from tests.support.dynamic_tables import ids_held, index_of
@@ -439,3 +440,42 @@ def test_uniform_rows_are_within_the_bounds_of_as_many_rows() -> None:
         (table,) = module.table_set.tables
         assert table.num_rows >= capacity
         assert table.spec.initializer == Uniform(low=-(capacity**-0.5), high=capacity**-0.5)
+
+
+class _Searches(TorchDispatchMode):
+    """Counts how often ids are looked for."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func is torch.ops.torchembed.find_slots.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_ids_are_looked_for_once_in_each_forward() -> None:
+    module, bag = bags(8), EmbeddingBag(8, 4, mode="sum", dynamic=Dynamic())
+    ids = torch.tensor([[3, 5]])
+    for is_trained, size in ((True, 2), (True, 2), (False, 2)):
+        module.train(is_trained)
+        bag.train(is_trained)
+        for forward, given in ((module, one_id_a_bag([3, 5])), (bag, ids)):
+            with _Searches() as searches:
+                forward(given)
+            assert searches.count == 1
+        assert counted(module, Counter.SIZE) == size
+
+
+def test_ids_of_frozen_tables_are_looked_for_and_not_admitted() -> None:
+    module = bags(8)
+    module(one_id_a_bag([3]))
+    vectors = module(one_id_a_bag([3, 5]))["f"].detach()
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    with _Searches() as searches:
+        found = module(one_id_a_bag([5, 3, 9]))["f"]
+    assert searches.count == 1
+    assert_same_bits(found[:2], vectors.flip(0))
+    assert not found[2].any()
+    assert counted(module, Counter.SIZE) == 2

@@ -43,6 +43,14 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         "dtype of a table in host memory or on disk must be float32, .* which .* got .*float64",
         {"storage": HostMemory(cache_rows=2), "dtype": torch.float64},
     ),
+    "seed": (TypeError, "seed must be an int, got 'x'", {"seed": "x"}),
+    "seed that is no integer": (TypeError, r"seed must be an int, got 1\.5", {"seed": 1.5}),
+    "seed that is a bool": (TypeError, "seed must be an int, got True", {"seed": True}),
+    "capacity": (
+        ValueError,
+        "max_bytes of table weight must have room for a row, of 29 bytes without .*, got 28",
+        {"dynamic": torchembed.Dynamic(max_bytes=28)},
+    ),
     "on_bad_id": (ValueError, 'on_bad_id must be "raise", .* got .ignore', {"on_bad_id": "ignore"}),
 }
 

@@ -137,7 +137,7 @@ def step(module: EmbeddingBag, optimizer: torch.optim.Optimizer, ids: list[int])
 def test_a_table_grows_before_the_third_batch_after_the_one_that_is_too_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 8 rows, 3 and three times 2 new ones are more than 3 of 4; 9 ids need 12 rows."""
+    """3 and three times 2 new rows are more than 3 of 4 of the table's 8; 9 ids need 12 rows."""
     blocks_of(8, monkeypatch)
     module = bag(initial_capacity=8)
     optimizer = torchembed.optim.SGD(module.parameters(), lr=0.1)
@@ -156,7 +156,7 @@ def test_a_table_grows_before_the_third_batch_after_the_one_that_is_too_large(
 
 
 def test_no_table_grows_between_the_forwards_of_one_step() -> None:
-    """Whose gradients hold the rows of before."""
+    """The gradients of that step hold rows as they were numbered before."""
     small, whole = bag(CAPACITY, initial_capacity=8), bag(CAPACITY)
     for module in (small, whole):
         optimizer = torchembed.optim.Adagrad(module.parameters(), lr=0.1)

@@ -31,7 +31,7 @@ SIZES = (34, 46)  # samples
 IDS = 40
 VECTOR = (0.5, -1.25, 3.0, 0.1)
 MISSING = (VECTOR, "initial", VECTOR, HashedRows(5), HashedRows(5), "initial")
-"""Of each model."""
+"""What each model looks ids without a row up as."""
 
 
 class Collection(nn.Module):

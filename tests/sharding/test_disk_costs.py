@@ -176,7 +176,7 @@ def test_budgets_count_maps_and_places(is_dynamic: bool) -> None:
 
 @pytest.mark.parametrize("dynamic", [None, Dynamic()])
 def test_the_memory_that_a_table_takes(dynamic: Dynamic | None, tmp_path: Path) -> None:
-    """Of a real table, but for what each group has once: a row that is none, counters, ends."""
+    """Budgets count what a real table takes, but for what each group has once."""
     config = EmbeddingBagConfig(
         name="t",
         num_embeddings=5000,
@@ -212,7 +212,7 @@ def test_the_memory_that_a_table_takes(dynamic: Dynamic | None, tmp_path: Path) 
 
 
 def test_tables_hit_as_often_as_predicted(tmp_path: Path) -> None:
-    """Of uniform ids, within five standard deviations of as many hits and misses."""
+    """Uniform ids hit within five standard deviations of as often as is predicted."""
     num_rows, num_ids, storage = 4000, 128, Disk(path=tmp_path, host_rows=1200, cache_rows=500)
     config = EmbeddingBagConfig(
         name="t", num_embeddings=num_rows, embedding_dim=4, feature_names=("f",), storage=storage

@@ -1,6 +1,7 @@
 """Which tables planners place on disk, and what they refuse."""
 
 import dataclasses
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -15,6 +16,7 @@ from tests.support.planning import (
 )
 from torchembed import optim
 from torchembed.sharding import (
+    Host,
     NodeDisk,
     Planner,
     PlanReport,
@@ -98,12 +100,45 @@ def test_what_fits_nowhere_is_refused_with_all_sums() -> None:
     with pytest.raises(ValueError, match="tables do not fit: in the best plan found") as error:
         planner.plan(tables, topology)
     message = str(error.value)
-    assert "of the disk, and has 976.6 KiB." in message
+    assert "would need 0 B" not in message  # of the disk, which has no room for any table
     assert (
         "All devices together have 190.7 MiB, all hosts 19.07 MiB, all disks 1.907 MiB. Rows and "
         "optimizer state of all tables take 366.2 MiB, 183.1 MiB of it state, on 2 rank(s)"
     ) in message
     assert "NodeDisk" not in message
+
+
+@pytest.mark.parametrize(
+    ("rows_of_tables", "changes", "least", "advice"),
+    [
+        # Of 256 MB a rank has room for 10 MB, 20 MB of the host's, and 30 MB of the disk's.
+        ([10**5] * 20, {}, 5, "a smaller batch_size, or fewer constraints"),
+        ([10**5] * 20, {"disk": NodeDisk()}, 9, "batch_size, a disk (NodeDisk), or fewer"),
+        ([10**5] * 20, {"host": Host()}, 7, "batch_size, host memory (Host), or fewer"),
+        (
+            [10**5] * 20,
+            {"disk": NodeDisk(), "host": Host()},
+            26,
+            "batch_size, host memory (Host), a disk (NodeDisk), or fewer",
+        ),
+        # On CPUs host memory is that of the ranks.
+        ([10**5] * 20, {"devices_are_hosts": True}, 7, "batch_size, or fewer constraints"),
+        # One table is on one kind of memory.
+        ([20 * 10**5], {}, 9, "a smaller batch_size, or fewer constraints"),
+    ],
+)
+def test_the_fewest_ranks_count_all_kinds_of_memory(
+    rows_of_tables: list[int], changes: dict[str, Any], least: int, advice: str
+) -> None:
+    tables = {f"t{n}": make_use(rows, 16, f"t{n}") for n, rows in enumerate(rows_of_tables)}
+    topology = make_tiered_topology(1, 2, 10**7, host_bytes=4 * 10**7, disk_bytes=6 * 10**7)
+    topology = dataclasses.replace(topology, **changes)
+    with pytest.raises(ValueError, match=r"^tables do not fit: ") as error:
+        Planner(batch_size=10).plan(tables, topology)
+    message = str(error.value)
+    assert f"Use more ranks (at least {least} for rows and state alone)" in message
+    assert advice in message
+    assert "would need 0 B" not in message
 
 
 def test_ranks_of_a_node_share_its_disk() -> None:

@@ -56,8 +56,8 @@ def test_budgets_tell_devices_and_hosts_apart() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_memory_that_a_table_takes(dtype: torch.dtype) -> None:
-    """Of real tables, but for what each group has once: a row that is none, counters, and the ends
-    of keys."""
+    """Budgets count what real tables take, but for what each group has once: a row that is none,
+    counters, and the ends of keys."""
     storage = HostMemory(cache_rows=300)
     config = EmbeddingBagConfig(
         name="t",

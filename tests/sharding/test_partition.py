@@ -197,7 +197,7 @@ def _valid(features: SparseFeatures, is_valid: Sequence[bool]) -> list[list[int]
 
 
 def test_ids_of_any_value_arrive_where_their_partition_says() -> None:
-    """Of ``[0, 4, -1, 2]`` by ranges of 3 and 2 rows, where -1 is no id, and of
+    """The ids ``[0, 4, -1, 2]`` by ranges of 3 and 2 rows, where -1 is no id, and of
     ``[-1, LOW, HIGH, 0]`` by a hash, where it is one; each twice, once from each rank."""
     first, second = run_on_ranks(2, on_a_rank, "")
     of_ranks = [

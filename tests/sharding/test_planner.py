@@ -136,7 +136,7 @@ def test_hot_tables_are_split_and_small_ones_replicated() -> None:
 
 
 def test_a_width_of_its_own_has_to_pay() -> None:
-    """Of three alike tables on two ranks one is divided into columns where kernels start fast."""
+    """One of three like tables on two ranks is divided into columns where kernels start fast."""
     tables = {f"t{number}": make_use(10**5, 8, f"f{number}") for number in range(3)}
     planner = Planner(batch_size=64, placements=("table_wise", "column_wise"))
     topology = make_topology(1, 2)
@@ -306,6 +306,10 @@ def test_bad_constraints_and_topologies_are_refused() -> None:
     exact = place_table("t", SPEC, Placement.TABLE_WISE, (0,))
     with pytest.raises(ValueError, match="exact says all of a constraint; leave out its other"):
         TableConstraint(exact=exact, ranks=(0,))
+    with pytest.raises(
+        TypeError, match=r"to TableConstraint\(\.\.\.\), got 'row_wise' for t; allow placements by"
+    ):
+        Planner(constraints={"t": "row_wise"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="num_shards must be positive, got 0"):
         TableConstraint(num_shards=0)
     with pytest.raises(ValueError, match="memory_bytes of a topology must be positive, got 0"):

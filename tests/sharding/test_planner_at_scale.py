@@ -86,7 +86,8 @@ def test_a_model_that_cannot_fit_is_refused_with_what_is_missing() -> None:
         "tables take 194.7 GiB, 97.36 GiB of it state, on 1 rank(s); the heaviest: cat_0 (38.15 "
         "GiB), cat_9 (38.15 GiB), cat_19 (38.15 GiB). Use more ranks (at least 2 for rows and "
         "state alone), a 16-bit dtype for the tables, an optimizer with less state such as "
-        "RowwiseAdagrad, a smaller batch_size, a disk (NodeDisk), or fewer constraints"
+        "RowwiseAdagrad, a smaller batch_size, host memory (Host), a disk (NodeDisk), or fewer "
+        "constraints"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Planner(batch_size=8192, hotness=HOTNESS).plan(TABLES, topology)
@@ -121,3 +122,12 @@ def test_bench_prints_draws_and_writes(
     assert printed.startswith("26 tables on 1 node(s) of 8 rank(s), 8192 samples a rank\n")
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert json.loads(plan.read_text())["num_ranks"] == 8
+
+    of_one = ("--num-ranks", "1", "--memory-gib", "16", "--host-gib", "64", "--disk-gib", "256")
+    monkeypatch.setattr("sys.argv", ["plan", *of_one, "--ids", "zipf"])
+    main()
+    printed = capsys.readouterr().out
+    assert "  host, " in printed and "  disk rows, " in printed
+    monkeypatch.setattr("sys.argv", ["plan", *of_one[:-1], "1"])
+    with pytest.raises(SystemExit, match="tables do not fit"):
+        main()

@@ -111,7 +111,7 @@ def test_the_rate_of_the_host() -> None:
     def rate(ranks_per_node: int, **rates: float) -> float:
         return make_host_topology(1, ranks_per_node, 1, **rates).host_bandwidth
 
-    assert [rate(n) for n in (1, 8, 32)] == [12e9, 12e9, 8e9]
+    assert [rate(n) for n in (1, 8, 32)] == [26e9, 26e9, 8e9]
     assert rate(1, link_bandwidth=10e9) == 10e9
     assert rate(2, node_bandwidth=60e9, access_bandwidth=50e9) == 30e9
 

@@ -164,7 +164,7 @@ def test_tables_keep_the_storage_of_their_configs() -> None:
     assert rank.host_bytes == 2000 * LINE
     assert rank.weight_bytes == 350 * (LINE + 18) + 2000 * 4 + 10 * LINE
     touched = 1000 * -math.expm1(-20 / 1000)
-    assert rank.fetch_seconds == pytest.approx((0.9 + 0.75) * touched * LINE / 12e9)
+    assert rank.fetch_seconds == pytest.approx((0.9 + 0.75) * touched * LINE / 26e9)
     text = str(report)
     assert "host, 100 rows cached     10.0%" in text
     assert "host, 32,000 bytes cached     25.0%" in text
@@ -341,6 +341,6 @@ def test_working_sets_of_two_batches_are_cached() -> None:
 def test_real_machines_have_hosts() -> None:
     topology = Topology.of_hardware(H200, ranks_per_node=8, host=Host(memory_bytes=2 << 40))
     assert topology.host.memory_bytes == 2 << 40
-    assert topology.host_bandwidth == 12e9
+    assert topology.host_bandwidth == 26e9
     assert not topology.devices_are_hosts
     assert Topology.of_hardware(H200, ranks_per_node=8).host.memory_bytes == 0

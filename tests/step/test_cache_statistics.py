@@ -29,7 +29,7 @@ from torchembed.training import History, MetricsWriter, TrainPipeline, read_metr
 
 CPU = torch.device("cpu")
 LINE_BYTES = 4 * 4 + 4
-"""Of a row of four columns with row-wise Adagrad's state."""
+"""Bytes of a row of four columns with row-wise Adagrad's state."""
 
 
 class Scores(nn.Module):

@@ -175,6 +175,22 @@ def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     for path, error, message in (
         (tmp_path / "no" / "rows", FileNotFoundError, "path of Disk must be in a folder that exi"),
         (tmp_path / "file", NotADirectoryError, "path of Disk must be a folder, and is a file"),
+        (
+            tmp_path / ("n" * 300),
+            OSError,
+            (
+                "path of Disk must be a folder that can be made, and the system says 'File name "
+                f"too long'; give another: '{tmp_path}/nnn"
+            ),
+        ),
+        (
+            Path("/proc/rows"),
+            FileNotFoundError,
+            (
+                "path of Disk must be a folder that can be made, and the system says 'No such file "
+                "or directory'; give another: '/proc/rows'"
+            ),
+        ),
     ):
         with pytest.raises(error, match=message):
             optimizers_of(StoredRanker(Disk(path=path, **SIZES)))
@@ -200,7 +216,7 @@ def test_what_to_install_is_said_before_training(tmp_path: Path) -> None:
 
 def test_an_optimizer_that_is_refused_leaves_tables_as_they_were(tmp_path: Path) -> None:
     # With Adam's state a row takes 48 bytes in place of 16.
-    model = StoredRanker(Disk(path=tmp_path, cache_rows=20, host_bytes=20 * 16))
+    model = StoredRanker(Disk(path=tmp_path, cache_rows=20, host_bytes=30 * 16))
     tables, _ = split_parameters(model.parameters())
     with pytest.raises(ValueError, match="enlarge host_rows or host_bytes"):
         Adam(tables, lr=0.1)

@@ -230,14 +230,29 @@ def test_a_batch_that_is_too_large_names_the_level_and_changes_nothing(
             train_by_hand(model, BATCHES["fixed"])
 
 
-def test_host_memory_holds_the_cache_with_its_optimizer_state(tmp_path: Path) -> None:
-    model = StoredRanker(Disk(path=tmp_path, cache_rows=20, host_bytes=30 * 16))
+@pytest.mark.parametrize(
+    ("cache_rows", "sizes", "num_host"),
+    [(20, {"host_bytes": 30 * 16}, 20), (5, {"host_rows": 5}, 10)],
+)
+def test_host_memory_holds_more_than_the_cache_with_its_optimizer_state(
+    tmp_path: Path, cache_rows: int, sizes: dict[str, int], num_host: int
+) -> None:
+    model = StoredRanker(Disk(path=tmp_path, cache_rows=cache_rows, **sizes))
     message = (
-        "storage of tables a, b must hold at least as many rows in host memory as in the cache, "
-        "got 20 and 40 rows of 48 bytes with their optimizer state; enlarge host_rows or host_bytes"
+        "storage of tables a, b must hold more rows in host memory than in the cache, by those of "
+        f"a batch, got {num_host} and {2 * cache_rows} rows of 48 bytes with their optimizer "
+        "state; enlarge host_rows or host_bytes"
     )
     with pytest.raises(ValueError, match=message):
         optimizers_of(model)
+
+
+def test_host_memory_may_hold_as_many_rows_as_the_cache_where_these_are_all(tmp_path: Path) -> None:
+    expected = StoredRanker(None)
+    model = StoredRanker(Disk(path=tmp_path, cache_rows=NUM_IDS, host_rows=NUM_IDS))
+    for trained in (model, expected):
+        train_by_hand(trained, BATCHES["fixed"][:3])
+    assert_same_tables(model, expected)
 
 
 def test_a_parameter_holds_no_rows_to_be_changed_or_replaced(tmp_path: Path) -> None:

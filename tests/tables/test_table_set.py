@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import torchembed
 from tests.support.three_tables import assert_in_groups, features, make, train, weights
 from tests.support.tolerance import assert_same_bits
-from torchembed import EmbeddingBagCollection
+from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, HostMemory
 from torchembed.tables import table_of
 
 
@@ -36,7 +36,8 @@ def test_to_another_dtype(dtype: torch.dtype, device: torch.device) -> None:
     for parameter, old in zip(parameters, before, strict=True):
         assert_same_bits(parameter, old.to(dtype))
     train(module)
-    assert all(parameter.grad.dtype == dtype for parameter in parameters)
+    gradients = [parameter.grad for parameter in parameters]
+    assert all(grad is not None and grad.dtype == dtype for grad in gradients)
 
 
 def test_a_group_is_converted_as_a_whole(device: torch.device) -> None:
@@ -251,3 +252,24 @@ def test_zero_grad_clears_what_torch_would(device: torch.device) -> None:
     train(module)
     module.zero_grad()
     assert all(parameter.grad is None for parameter in weights(module))
+
+
+def test_tables_in_host_memory_share_a_cache_of_all_their_rows(device: torch.device) -> None:
+    storages = {"a": HostMemory(cache_rows=3), "b": HostMemory(cache_rows=5), "c": None}
+    configs = [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=6,
+            embedding_dim=4,
+            feature_names=(name,),
+            storage=storage,
+        )
+        for name, storage in storages.items()
+    ]
+    module = EmbeddingBagCollection(configs, device=device)
+    torchembed.optim.Adagrad(module.parameters())
+    in_host, on_device = module._table_set.current_groups()
+    assert [table.spec.name for table in in_host.tables] == ["a", "b"]
+    assert [table.spec.name for table in on_device.tables] == ["c"]
+    (statistics,) = module.cache_statistics(wait=True).values()
+    assert statistics.capacity == 8

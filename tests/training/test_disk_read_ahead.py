@@ -125,6 +125,45 @@ def test_no_row_that_was_announced_is_read_late(tmp_path: Path, changes: bool) -
         ahead.wait()
 
 
+def test_what_was_read_ahead_reaches_the_device_in_its_step(tmp_path: Path) -> None:
+    """Batches with a row from the disk are fetched late, and counted so; others are not."""
+    model = StoredRanker(Disk(path=tmp_path, cache_rows=NUM_IDS, host_rows=NUM_IDS))
+    of = batches("fixed", NUM_STEPS)
+
+    def counts() -> dict[str, float]:
+        found = [m.cache_statistics(wait=True).values() for m in (model.bags, model.sequences)]
+        parts = [of_cache.scalars() for of_one in found for of_cache in of_one]
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+    pipeline = TrainPipeline(model, LOSS, optimizers_of(model), device="cpu", capture=True)
+    with pipeline, DiskReadAhead(model) as ahead:
+        train(pipeline, of)
+        for group in disk_groups_of(model):
+            group.write_back()
+            group.forget_cached()
+        for batch in of:
+            ahead.announce(batch)
+        ahead.wait()
+        for group in disk_groups_of(model):
+            wait_until_read(table_of(group))
+        before = counts()
+        train(pipeline, of)
+        after = counts()
+        train(pipeline, of)
+        last = counts()
+    assert [of_group.rows_late for of_group in counts_of(model)] == [0, 0]
+    from_disk, again = (
+        {name: late[name] - early[name] for name in before}
+        for early, late in ((before, after), (after, last))
+    )
+    assert from_disk["host_misses"] > 0
+    assert from_disk["batches_fetched_late"] > 0
+    assert 0 < from_disk["conflict_misses"] <= from_disk["rows_read_in_step"]
+    assert from_disk["batches_refused"] == 0
+    names = ("host_misses", "batches_fetched_late", "conflict_misses", "batches_refused")
+    assert [again[name] for name in names] == [0, 0, 0, 0]
+
+
 def test_rows_that_leave_host_memory_are_read_ahead_again(tmp_path: Path) -> None:
     of = batches("fixed", NUM_STEPS)
     first, rest = of[:NUM_BEFORE], of[NUM_BEFORE:]
@@ -218,13 +257,65 @@ def test_the_ids_of_a_pass_are_announced_by_the_name_of_their_table(tmp_path: Pa
     group.write_back()
     group.forget_cached()
     with DiskReadAhead(model) as ahead:
-        ids = torch.arange(NUM_IDS + 7, dtype=torch.int32)  # of which seven are no rows
+        ids = torch.arange(NUM_IDS, dtype=torch.int32)
         assert ahead.announce_ids(name, ids) == 1
         ahead.wait()
         wait_until_read(table_of(group))
         assert sorted(table_of(group)._buffer._slots) == list(range(NUM_IDS, 2 * NUM_IDS))
         with pytest.raises(ValueError, match=r"name must be that of .* on disk, .*got 'dense.0.w"):
             ahead.announce_ids("dense.0.weight", ids)
+        with pytest.raises(TypeError, match=r"ids must be int32 or .*, got float32"):
+            ahead.announce_ids(name, ids.float())
+
+
+def test_ids_of_a_pass_that_no_row_has_are_refused(tmp_path: Path) -> None:
+    model = StoredRanker(Disk(path=tmp_path / "static", cache_rows=4, host_rows=8))
+    name = "bags.embedding_bags.b.weight"
+    with DiskReadAhead(model) as ahead:
+        for ids, error, message in (
+            (
+                torch.tensor([[0, NUM_IDS], [-3, 2]]),
+                IndexError,
+                (
+                    f"ids must be at least 0 and less than {NUM_IDS}, the number of rows of table "
+                    f"b, got {NUM_IDS} at position 1, the first of 2 such ids; leave them out"
+                ),
+            ),
+            (torch.rand(2), TypeError, r"ids must be .*, got float32; call \.long\(\)"),
+            ([1, 2], TypeError, r"ids must be a tensor, got list; call torch\.tensor"),
+            (
+                torch.empty(2, dtype=torch.int64, device="meta"),
+                ValueError,
+                r"ids must be on the CPU, got meta; call \.cpu\(\)",
+            ),
+        ):
+            with pytest.raises(error, match=message):
+                ahead.announce_ids(name, ids)  # type: ignore[arg-type]
+        assert ahead.announce_ids(name, torch.empty(0, dtype=torch.int64)) == 1
+    storage = Disk(path=tmp_path / "dynamic", cache_rows=4, host_rows=8)
+    of_any_ids = StoredRanker(storage, dynamic=Dynamic())
+    with DiskReadAhead(of_any_ids) as ahead:
+        assert ahead.announce_ids(name, torch.tensor([-3, NUM_IDS])) == 1
+        ahead.wait()
+
+
+def test_numbers_are_retired_once_it_is_closed_too() -> None:
+    with DiskReadAhead(EmbeddingBag(10, 2)) as ahead:
+        number = ahead.announce(batches("fixed", 1)[0])
+    ahead.retire(number)  # as a loader does that is closed later
+
+
+def test_nothing_is_announced_once_it_is_closed(tmp_path: Path) -> None:
+    model = StoredRanker(Disk(path=tmp_path, cache_rows=4, host_rows=8))
+    with DiskReadAhead(model) as ahead:
+        pass
+    ahead.close()
+    message = "this DiskReadAhead is closed, and reads nothing that is announced; make another one"
+    with pytest.raises(RuntimeError, match=message):
+        ahead.announce(batches("fixed", 1)[0])
+    with pytest.raises(RuntimeError, match=message):
+        ahead.announce_ids("bags.embedding_bags.b.weight", torch.arange(2))
+    assert not any("to come" in thread.name for thread in threading.enumerate())
 
 
 def test_a_failure_is_raised_by_the_next_announcement(tmp_path: Path) -> None:
@@ -268,3 +359,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         BackgroundLoader([], announce=5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="number must be an int, as announcing gave it, got True"):
         DiskReadAhead(model).retire(True)
+    for number, last in ((0, 0), (1, 0), (-1, 0), (2, 1)):
+        ahead = DiskReadAhead(model)
+        for _ in range(last):
+            ahead.announce(batches("fixed", 1)[0])
+        with pytest.raises(ValueError, match=f"that announcing gave, from 1 to {last}, got"):
+            ahead.retire(number)

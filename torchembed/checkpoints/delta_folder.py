@@ -132,7 +132,8 @@ class DeltaFolder:
     def _changes(self, model: nn.Module, number: int) -> "_Changes":
         """What has changed since the last export, or of a whole one the rows that ids share;
         collective."""
-        modules = {n: m for n, m in model.named_modules() if isinstance(m, TableModule)}
+        named = model.named_modules()
+        modules = {n: m for n, m in named if isinstance(m, TableModule) and m.has_dynamic_tables}
         is_whole = not number or self._number != number - 1 or self._marks.keys() != modules.keys()
         # One without dynamic tables needs none before it, either.
         is_dynamic = ranks.any_rank(bool(dynamic_tables(model)))
@@ -160,7 +161,7 @@ class _Changes(NamedTuple):
     tables: dict[str, TableDelta]
     """Changes of what this rank holds of dynamic tables, by their weights."""
     marks: dict[str, DeltaMark]
-    """Of now, by the names of modules."""
+    """The marks of this moment, by the names of modules."""
 
 
 def numbers_in(path: Path) -> list[int]:

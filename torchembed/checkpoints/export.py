@@ -168,7 +168,7 @@ def import_tables(model: nn.Module, sources: Mapping[str, Tensor | np.ndarray]) 
             if name in tables and tables[name].spec.num_ids is None:
                 raise ValueError(
                     f"source of {name} must not be of a dynamic table, whose rows have ids; write "
-                    "its rows by torchembed.tables.write_rows"
+                    "its rows by torchembed.checkpoints.load_rows"
                 )
 
     raise_on_all_ranks(check, what)

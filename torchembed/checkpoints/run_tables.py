@@ -10,7 +10,7 @@ from torchembed.checkpoints.table_form import TableForm, form_key
 from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.modules.table_module import TableModule
 from torchembed.optim.fused import FusedOptimizer
-from torchembed.tables import CountMinSketch, DiskGroup, HashIndex, Table
+from torchembed.tables import DiskGroup, HashIndex, Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,9 @@ def _states(
 
 def _with_own_seed(table: Table, form: TableForm) -> TableForm:
     """A saved form, of the run's seed where any will do: a module of one table draws its own where
-    none is given, and rows that have their values do not depend on it. Sketches do."""
+    none is given, and rows that have their values do not depend on it."""
     own = TableForm.of(table)
-    if own is None or not table.may_join or form.admission == CountMinSketch.__name__:
+    if own is None or not table.may_join:
         return form
     return form._replace(key=own.key)
 

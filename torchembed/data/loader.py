@@ -176,9 +176,9 @@ class _ReadyBatches:
         self._waiting: collections.deque[Future[Batch] | None] = collections.deque()
         """Taken from ``results``; the first of them were announced."""
         self._numbers: collections.deque[int] = collections.deque()
-        """Of the batches that were announced, from the oldest that is not retired on."""
+        """Numbers of the announced batches, from the oldest that is not retired on."""
         self._num_announced = 0
-        """Of those that wait."""
+        """How many of the waiting batches were announced."""
 
     def take(self) -> Batch | None:
         """The next batch, None after the last; waits for it, and raises what making it raised."""

@@ -19,6 +19,7 @@ from torchembed.modules.configs import (
     EmbeddingConfig,
     as_config,
     check_not_dynamic,
+    check_seed,
 )
 from torchembed.modules.feature_selection import capacity_for, select_features
 from torchembed.modules.lookup_stages import B, R, V
@@ -119,6 +120,7 @@ class Collection(StagedCollection[B, R, V]):
         if duplicates:
             raise ValueError(f"tables must have different names, got {duplicates} more than once")
         self._on_bad_id = as_on_bad_id(on_bad_id)
+        check_seed(seed)
         self._tables = [Table(config.spec(seed)) for config in self._configs]
         self._hold(self._tables, [self._lookup_key(config) for config in self._configs], device)
         self._feature_slots = FeatureSlots(self._configs)

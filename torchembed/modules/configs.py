@@ -12,6 +12,7 @@ from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.features import names_in
 from torchembed.core.types import Pooling
 from torchembed.tables import (
+    MAX_ROWS,
     Disk,
     Dynamic,
     HashedRows,
@@ -25,7 +26,9 @@ from torchembed.tables import (
     Storage,
     TableSpec,
     Uniform,
+    check_at_most,
     check_missing,
+    index_bytes_of,
     is_function_of_id,
 )
 
@@ -131,6 +134,12 @@ class EmbeddingBagConfig(EmbeddingConfig):
         object.__setattr__(self, "pooling", _pooling(self.name, self.pooling))
 
 
+def check_seed(seed: object) -> None:
+    """Raise ``TypeError`` unless ``seed`` is an int."""
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"seed must be an int, got {seed!r}")
+
+
 def check_storage(
     name: str, storage: object, dynamic: Dynamic | None, initializer: Initializer
 ) -> None:
@@ -197,6 +206,13 @@ def table_spec(
             low, high = initializer.bounds(num_rows)
             initializer = Uniform(low=low, high=high)
         missing = dynamic.missing_value
+        check_at_most(f"num_embeddings of dynamic table {name}", num_rows, MAX_ROWS)
+        row_bytes = dim * dtype.itemsize + index_bytes_of(dynamic)
+        if dynamic.max_bytes is not None and dynamic.max_bytes < row_bytes:
+            raise ValueError(
+                f"max_bytes of table {name} must have room for a row, of {row_bytes} bytes without "
+                f"optimizer state, got {dynamic.max_bytes}"
+            )
         if not isinstance(dynamic.missing, HashedRows):
             # Tables that differ in it are looked up together all the same.
             dynamic = dataclasses.replace(dynamic, missing=Missing.ZEROS)

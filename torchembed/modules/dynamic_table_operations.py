@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.core import checks
-from torchembed.ops.hash_table import int64_keys
 from torchembed.tables import (
     CountedTables,
     Delta,
@@ -137,8 +136,9 @@ class DynamicTableOperations(nn.Module):
             TypeError: for another dtype.
             ValueError: for a name of no dynamic table.
         """
-        keys = int64_keys(ids).flatten()
-        for index, number in self._dynamic_parts(table):
+        parts = self._dynamic_parts(table)
+        keys = checks.signed_ids("ids", ids).long().flatten()
+        for index, number in parts:
             index.erase(number, keys.to(index.hash_tables.keys.device))
 
     @torch.no_grad()
@@ -180,7 +180,8 @@ class DynamicTableOperations(nn.Module):
             TypeError: for another dtype.
             ValueError: for another shape, or a name of no such table.
         """
-        parts, keys = self._scored_parts(table), int64_keys(ids).flatten()
+        parts = self._scored_parts(table)
+        keys = checks.signed_ids("ids", ids).long().flatten()
         checks.check_dtype("scores", scores, (torch.int64,), "call .long()")
         checks.check_shape("scores", scores, tuple(ids.shape), "one for each id")
         for index, number in parts:
@@ -201,9 +202,22 @@ class DynamicTableOperations(nn.Module):
         """The names of the module's dynamic tables, whichever rank holds them."""
         return [t.spec.name for t in self._table_set.tables if t.spec.num_ids is None]
 
+    @property
+    def has_dynamic_tables(self) -> bool:
+        """True if some table of the module is dynamic, whichever rank holds it."""
+        return bool(self._dynamic_names())
+
+    def _check_dynamic(self) -> None:
+        if not self.has_dynamic_tables:
+            raise ValueError(
+                "this module has no dynamic table, which the call is for; give one "
+                "dynamic=Dynamic(...)"
+            )
+
     def _dynamic_parts(self, table: str | None) -> list[tuple[HashIndex, int]]:
-        """Of each part that is held here of the dynamic table of a name, None for the only one, the
-        index and the number there; none where other ranks hold the table."""
+        """The index, and the table's number in it, of each part that is held here of the dynamic
+        table named ``table``, None for the only one; empty where other ranks hold the table."""
+        self._check_dynamic()
         names = self._dynamic_names()
         if table is None and len(names) == 1:
             (table,) = names
@@ -244,8 +258,15 @@ class DynamicTableOperations(nn.Module):
         Raises:
             SnapshotDueError: where more ids left tables since the mark than their ``deletion_log``
                 holds, or ids were loaded, so that a full snapshot is due.
-            ValueError: for a mark of other tables, or a table without a ``deletion_log``.
+            TypeError: for a ``since`` that is no mark.
+            ValueError: for a mark of other tables, a table without a ``deletion_log``, or a module
+                without dynamic tables.
         """
+        self._check_dynamic()
+        if since is not None and not isinstance(since, DeltaMark):
+            raise TypeError(
+                f"since must be the mark of an earlier delta, or None for all rows, got {since!r}"
+            )
         group = self.counted_tables().group
         tables = self._table_set.tables
         if group is None:
@@ -255,6 +276,7 @@ class DynamicTableOperations(nn.Module):
     def delta_mark(self) -> DeltaMark:
         """The mark of now, as of a :meth:`delta`, where rows were read otherwise, as by
         ``row_chunks``. Called as ``delta`` is, and raises the same."""
+        self._check_dynamic()
         group = self.counted_tables().group
         tables = self._table_set.tables
         if group is None:

@@ -38,6 +38,7 @@ class GroupSlots:
         ]
         self.index = group.index.for_tables([group.tables.index(table) for table in tables])
         self.changes_on_admission = group.changes_on_admission
+        self.admission_finds_rows = group.index.changes_on_admission
         self.reads_missing = group.reads_missing
         self.reorder = PieceOrder()
         self.gradient_maps: KeptTensors[Any, tuple[Tensor, Tensor]] = KeptTensors()
@@ -77,6 +78,8 @@ class GroupRows(NamedTuple):
     """Runs of equal rows, where they were found ahead for the optimizer's step."""
     ids: Ids | None = None
     """Kept for an index that admission changes, until then."""
+    awaits_rows: bool = False
+    """True until admission where it is to find the rows: the values of the features are any."""
     trained: Tensor | None = None
     """``[L]``: the rows as the update takes them, -1 for those that it leaves out; None where they
     are those of the features."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.core.own_storage import with_own_storage
+from torchembed.core.stand_ins import is_stand_in
 from torchembed.sharding.transport.global_rows import are_here
 from torchembed.tables import (
     HashFactory,
@@ -15,6 +16,8 @@ from torchembed.tables import (
     can_grow_to,
     count_misplaced_rows,
     grow_to,
+    policy_named,
+    score_numbers,
     wrong_digests,
 )
 
@@ -76,6 +79,15 @@ class IndexInStateDict(nn.Module):
                 grow_to(table, len(weight))
             elif weight is not None and checked.fits:
                 # What torch copies into the weight leaves the rows as they are.
+                state_dict = {**state_dict, f"{prefix}weight": self.held_weight().detach()}
+        elif table is not None and any(key.startswith(f"{prefix}index.") for key in state_dict):
+            error_msgs.append(
+                f"static table {table.spec.name}, whose ids are the numbers of its rows, must be "
+                f"loaded without entries under {prefix}index, got those of a dynamic table, whose "
+                "rows are in another order. Nothing of the table was loaded: load a checkpoint, or "
+                "rows by id"
+            )
+            if weight is not None:
                 state_dict = {**state_dict, f"{prefix}weight": self.held_weight().detach()}
         super()._load_from_state_dict(
             state_dict,
@@ -150,6 +162,8 @@ def check_index(table: Table, state_dict: Mapping[str, Any], prefix: str) -> Che
             errors.append(f"{key} must be {own[name].dtype}, got {given[key].dtype}")
     contents = {name: given[key] for name, key in keys.items() if key in given}
     if not errors:
+        errors += _other_policy(table, contents, f"{start}policy")
+    if not errors:
         errors += [
             f"{keys[name]} must be those of the ids beside them, got others: the state dict is "
             f"damaged. Nothing of table {table.spec.name} was loaded; load another one"
@@ -159,6 +173,24 @@ def check_index(table: Table, state_dict: Mapping[str, Any], prefix: str) -> Che
     if fits and not (missing or errors):
         errors += _wrong_places(table, contents, num_rows, keys["ids"])
     return CheckedIndex(contents, keys, missing, unexpected, errors, fits)
+
+
+def _other_policy(table: Table, contents: Mapping[str, Tensor], key: str) -> list[str]:
+    """The error of scores that are of another policy than the table's."""
+    factory, given = table.spec.index, contents.get("policy")
+    assert isinstance(factory, HashFactory)
+    if given is None or given.is_meta or is_stand_in(given):
+        return []
+    own, numbers = score_numbers(factory.dynamic.eviction), given.tolist()
+    if numbers == own:
+        return []
+    error = (
+        f"{key} must be that of dynamic table {table.spec.name}, {policy_named(own)}, whose scores "
+        f"those of {policy_named(numbers)} are not. Nothing of the table was loaded: load a state "
+        "dict of a table with the same eviction, or rows by id without their scores "
+        "(torchembed.checkpoints.model_rows and load_rows)"
+    )
+    return [error]
 
 
 def _wrong_places(
@@ -183,7 +215,7 @@ def _wrong_places(
         f"got {num_wrong} of {num_rows} rows otherwise: the state dict is of a table whose rows "
         "are divided otherwise, by another initial_capacity, HashedRows or number of ranks. "
         "Nothing of the table was loaded: load a checkpoint, or rows by id "
-        "(torchembed.tables.row_chunks and write_rows), which fit any division"
+        "(torchembed.checkpoints.model_rows and load_rows), which fit any division"
     )
     return [error]
 

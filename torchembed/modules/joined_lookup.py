@@ -76,7 +76,7 @@ class JoinedRows(NamedTuple):
     """Rows of a joined lookup's group, and what pools them."""
 
     rows: Tensor
-    """``[L]``, as the lookup reads them."""
+    """``[L]``, as the lookup reads them; of a dynamic table any numbers until admission."""
     trained_rows: Tensor
     """``[L]``: as the update takes them, -1 for padding."""
     runs: Runs | None
@@ -152,16 +152,14 @@ class JoinedLookup:
     def _route_dynamic(
         self, features: SparseFeatures, offsets: Tensor | None
     ) -> Routed[JoinedRows]:
-        """:meth:`route` where no id is bad, and padding is an id, which has no row."""
+        """:meth:`route` where no id is bad, and padding is an id, which has no row: admission finds
+        the rows."""
+        values = features.values
         with torch.no_grad():
-            is_id = self._are_ids(features.values, offsets)
-            rows_dtype = self._kind.group.rows_dtype
-            rows, _ = self._index.route(features, self._kind.on_bad_id, rows_dtype, is_id)
-        ids = Ids(features, is_id)
+            ids = Ids(features, self._are_ids(values, offsets))
         looked_up = ids if self._kind.group.reads_missing else None
-        return Routed(
-            NO_FEATURES, JoinedRows(rows, rows, None, offsets, features.weights, ids, looked_up)
-        )
+        rows = JoinedRows(values, values, None, offsets, features.weights, ids, looked_up)
+        return Routed(NO_FEATURES, rows)
 
     def _are_ids(self, values: Tensor, offsets: Tensor | None) -> Tensor | None:
         """False, bool ``[L]``, for padding and for spare ids behind the last bag; None where there
@@ -194,7 +192,7 @@ class JoinedLookup:
         with torch.no_grad():
             if rows.ids is not None:
                 features, is_id = rows.ids
-                found = group.admit(self._index, features, rows.rows, is_id, admission)
+                found = group.admit(self._index, features, None, is_id, admission)
                 rows = rows._replace(rows=found, trained_rows=found, ids=None)
             runs, fetched = find_runs(rows.trained_rows, group.num_rows), None
             if isinstance(group, TieredGroup):

@@ -10,7 +10,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.calls_ahead import CallArguments, ModuleOfOneTable
-from torchembed.modules.configs import table_spec
+from torchembed.modules.configs import check_seed, table_spec
 from torchembed.modules.forward_admission import admission_in_forward, admits_in_forward
 from torchembed.modules.index_in_state_dict import IndexInStateDict
 from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
@@ -94,6 +94,7 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
         )
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+        check_seed(seed)
         spec = table_spec(
             dynamic,
             name="weight",

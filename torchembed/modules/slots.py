@@ -11,6 +11,7 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures
 from torchembed.core.stand_ins import is_stand_in, makes_stand_ins
 from torchembed.core.types import OnBadId, Pooling
+from torchembed.modules.awaited_admission import awaits_admission
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.modules.bad_ids_of_slots import submit_bad_id
 from torchembed.modules.feature_selection import capacity_for, select_features
@@ -88,7 +89,8 @@ class Slots:
         *,
         has_capacity: bool = False,
     ) -> SlotRows:
-        """The rows of every slot's ids, without a change of any table.
+        """The rows of every slot's ids, without a change of any table; those that admission
+        changes are left to it where it is awaited.
 
         Args:
             batch: exactly one feature for each slot, in their order.
@@ -107,11 +109,17 @@ class Slots:
                 known = sum(num_ids[slot] for slot in entry.slots)
             features = select_features(batch, entry.slots, known, entry.reorder)
             ids = Ids(features, _selected_mask(is_valid, batch, entry, known))
-            rows = self._routed(entry, ids)
             kept = ids if entry.changes_on_admission else None
-            with_rows = dataclasses.replace(features, values=rows)
+            awaits_rows = entry.admission_finds_rows and awaits_admission()
+            with_rows = features
+            if awaits_rows:
+                self._submit_none_bad(entry, features)
+            else:
+                with_rows = dataclasses.replace(features, values=self._routed(entry, ids))
             looked_up = ids if entry.reads_missing else None
-            groups.append(GroupRows(entry, with_rows, None, kept, missing_ids=looked_up))
+            groups.append(
+                GroupRows(entry, with_rows, None, kept, awaits_rows, missing_ids=looked_up)
+            )
         return SlotRows(groups, batch.batch_size, batch.values.device)
 
     def _routed(self, entry: GroupSlots, ids: Ids) -> Tensor:
@@ -124,6 +132,14 @@ class Slots:
             submit_bad_id(features, first_bad, entry.names, self.bad_ids)
         # An index of ranges gives a row to what is no id but a number of one of its rows.
         return rows if ids.is_valid is None else rows.masked_fill(~ids.is_valid, -1)
+
+    def _submit_none_bad(self, entry: GroupSlots, features: SparseFeatures) -> None:
+        """Submit the check of :meth:`_routed` for ids none of which is bad, since ranks reduce
+        their checks together."""
+        if self._on_bad_id is OnBadId.RAISE:
+            values = features.values
+            none = torch.full((1,), values.numel(), dtype=torch.int64, device=values.device)
+            submit_bad_id(features, none, entry.names, self.bad_ids)
 
     def admit(
         self, routed: SlotRows, admission: Admission | None = None, *, finds_runs: bool
@@ -141,11 +157,10 @@ class Slots:
             entry, features = group_rows.entry, group_rows.features
             group, ids = entry.group, group_rows.ids
             if ids is not None:
-                rows = group.admit(
-                    entry.index, ids.features, features.values, ids.is_valid, admission
-                )
+                known = None if group_rows.awaits_rows else features.values
+                rows = group.admit(entry.index, ids.features, known, ids.is_valid, admission)
                 features = dataclasses.replace(features, values=rows)
-                group_rows = group_rows._replace(features=features, ids=None)
+                group_rows = group_rows._replace(features=features, ids=None, awaits_rows=False)
             if finds_runs and group.rule is not None and entry.tables[0].parameter.requires_grad:
                 trained = group_rows.trained
                 runs = find_runs(features.values if trained is None else trained, group.num_rows)
@@ -202,8 +217,10 @@ class Slots:
             IndexError: as :meth:`route`.
         """
         (entry,) = self.by_group()
-        ids = Ids(features, is_valid)
-        rows = self._routed(entry, ids)
+        if admission is not None and entry.admission_finds_rows:
+            self._submit_none_bad(entry, features)
+            return entry.group.admit(entry.index, features, None, is_valid, admission)
+        rows = self._routed(entry, Ids(features, is_valid))
         if admission is not None and entry.changes_on_admission:
             rows = entry.group.admit(entry.index, features, rows, is_valid, admission)
         return rows

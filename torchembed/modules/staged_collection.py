@@ -17,6 +17,7 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
+from torchembed.modules.awaited_admission import awaited_admission
 from torchembed.modules.configs import EmbeddingConfig
 from torchembed.modules.forward_admission import admission_in_forward, admits_in_forward
 from torchembed.modules.lookup_stages import (
@@ -135,7 +136,8 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         return list(needed)
 
     def route(self, bucketized: Bucketized[B], capacity: Sequence[int] | None = None) -> Routed[R]:
-        """Exchange the ids; pure: no table changes, and stale ids may be routed again.
+        """Exchange the ids; pure: no table changes, and stale ids may be routed again. The rows of
+        dynamic tables are left to :meth:`admit`.
 
         Never waits for a GPU. Collective where the tables are sharded: every rank routes its
         batches in the same order, between the same forwards.
@@ -146,7 +148,7 @@ class StagedCollection(TableModule, Generic[B, R, V]):
                 on all. How many ids each rank sends to each and, where a vector is looked up for
                 each id, how many each feature has.
         """
-        with torch.no_grad():
+        with torch.no_grad(), awaited_admission():
             return Routed(bucketized.features, self._route(bucketized.ids, capacity))
 
     def admit(self, routed: Routed[R], admission: Admission | None = None) -> Admitted[R]:
@@ -270,7 +272,8 @@ class StagedCollection(TableModule, Generic[B, R, V]):
         admits = admits_in_forward(self) and self.admission_changes_tables
         if admits:
             self._grow_in_forward()
-        ids = self._route(self._exchange_sizes(batch, ahead=False), None)
+        with awaited_admission() if admits else contextlib.nullcontext():
+            ids = self._route(self._exchange_sizes(batch, ahead=False), None)
         if admits:
             admission = admission_in_forward(self._admission_group)
             ids = self._admit(ids, admission, finds_runs=False)

@@ -110,6 +110,14 @@ class TableModule(DynamicTableOperations):
             if group.changes_on_admission and not group.weight.is_meta:
                 group.release_prepared()
 
+    @torch.no_grad()
+    def release_forwards(self) -> None:
+        """Let go of the rows of forwards that no update will train, where a fused optimizer trains
+        the tables. Never waits for a GPU."""
+        for group in self._table_set.current_groups():
+            if group.changes_on_admission and group.rule is not None and not group.weight.is_meta:
+                group.release_forwards()
+
     def stop_threads(self) -> None:
         """End the threads that read and write tables on disk, which begin anew where they are
         needed. No step may be under way."""

@@ -261,12 +261,15 @@ class FusedOptimizer(ReplayedOptimizer):
         weight, group = table_group.weight, self.param_groups[index]
         multiplier = None if multiplier is None else multiplier.to(weight.device)
         skip = None if skip is None else skip.to(weight.device)
-        # Before the wait, since the count needs no gradients.
+        # Before the wait, since these need no gradients: the count, and where the rows are, of runs
+        # that were found before forward.
         table_group.step += 1.0 if skip is None else skip == 0
+        runs = entry.known_runs and table_group.placed_runs(entry.known_runs)
         entry.wait()
+        if runs is None:
+            runs = table_group.placed_runs(entry.runs(table_group.num_rows))
+        gradients = entry.gradients
         rounds = self._stochastic_rounding and weight.dtype != torch.float32
-        runs, gradients = entry.runs(table_group.num_rows), entry.gradients
-        runs = table_group.placed_runs(runs)
         rule, lr = self._rule(group), self._lr(index, group, table_group)
         table = table_group.tables[0]
         if self._spans_ranks(table):

@@ -151,6 +151,18 @@ class StepProgram:
             if isinstance(module, TableModule):
                 module.wait_for_lines()
 
+    def release_forwards(self) -> None:
+        """Let go of the rows that forwards have admitted, since no update will train them."""
+        for module in self.model.modules():
+            if isinstance(module, TableModule):
+                module.release_forwards()
+
+    def release_prepared(self) -> None:
+        """Let go of the rows of batches that were prepared ahead, none of which is under way."""
+        for module in self.model.modules():
+            if isinstance(module, TableModule):
+                module.release_prepared()
+
     @functools.cached_property
     def epochs(self) -> AdmissionEpochs | None:
         """Numbers the batches whose rows tables admit, for all engines, and keeps the rows of those
@@ -210,7 +222,26 @@ class ForwardBackwardUpdate:
                 ahead, else under backward.
             report_memory: pinned memory for the report.
             loss_memory: memory ``[]`` for the loss of the result; None for its own.
+
+        Raises:
+            Exception: what the model, the loss function or an optimizer raised; the rows of the
+                batch are let go of, as where it is trained.
         """
+        try:
+            return self._trained(batch, prepare_next, report_memory, loss_memory)
+        except BaseException:
+            if not (self._program.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._release(batch)
+                self._program.release_forwards()
+            raise
+
+    def _trained(
+        self,
+        batch: LookedUpBatch,
+        prepare_next: PrepareNext | None,
+        report_memory: Tensor | None,
+        loss_memory: Tensor | None,
+    ) -> TrainedBatch:
         program, streams = self._program, self._streams
         self._optimizers.zero_grad()
         with named_range("torchembed: forward"), self._id_checks() as checks:
@@ -264,11 +295,15 @@ class ForwardBackwardUpdate:
         # they read.
         join(streams.ids, streams.vectors if batch.calls else None)
         # Rows may be evicted again only once their updates are done.
+        self._release(batch)
+        result = StepOutputs(found, map_tensors(Tensor.detach, output), without_gradients(data))
+        return TrainedBatch(result, skip, report, [*batch.checks, *checks])
+
+    def _release(self, batch: LookedUpBatch) -> None:
+        """Let tables evict the rows of a batch that were admitted ahead of it."""
         if batch.epoch is not None:
             for call in batch.calls:
                 call.collection.release(batch.epoch)
-        result = StepOutputs(found, map_tensors(Tensor.detach, output), without_gradients(data))
-        return TrainedBatch(result, skip, report, [*batch.checks, *checks])
 
     def _skipped_forward(self, batch: LookedUpBatch) -> contextlib.AbstractContextManager[None]:
         """A context for forward, which admits no ids where lookups ahead of it found bad ones."""

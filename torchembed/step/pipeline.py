@@ -36,6 +36,7 @@ from torchembed.step.pipeline_settings import (
     push_domains_of,
     why_not_captured,
 )
+from torchembed.step.pipeline_turns import PipelineTurns
 from torchembed.step.stages import ReadBatch, Reason, StepKind
 from torchembed.step.step_result import StepResult
 from torchembed.step.steps_in_flight import StepsInFlight
@@ -215,6 +216,7 @@ class TrainPipeline:
         self._timed = [module for module in modules if module.timed_indices()]
         self._on_disk = [module for module in modules if module.disk_groups()]
         self._growing = TablesThatGrow(model)
+        self._turns = PipelineTurns(model, self._engines, self._upcoming)
         self._is_alone = ranks.world_size() == 1
         self._changes = JointChanges(self._engines.values, self._engines.hooks)
         if self._engines.captures:
@@ -243,9 +245,11 @@ class TrainPipeline:
             IndexError: for a bad id of this batch on the CPU, of an earlier one on a GPU.
             TimeoutError: where the device has not finished a step in ``timeout_seconds``. One of
                 several ranks then ends soon, also where closing it hangs.
+            RuntimeError: where another pipeline has prepared a batch for the same dynamic tables.
             Exception: what reading a batch raised, once those before it are trained; of several
                 ranks at the next call, since the others may wait for this one to read.
         """
+        self._turns.begin()
         if self._growing.are_due_next:  # nothing was prepared by the step before
             self._begin_anew()
             self._growing.grow()
@@ -285,8 +289,15 @@ class TrainPipeline:
         return batch
 
     def _next(self, batches: Iterable[Any]) -> ReadBatch:
-        self._upcoming.follow(batches)
-        self._upcoming.check()
+        has_upcoming = len(self._upcoming) > 0
+        try:
+            self._upcoming.follow(batches)
+            self._upcoming.check()
+        finally:
+            if has_upcoming and not len(self._upcoming):
+                # The batch that was prepared is left out.
+                for module in self._modules:
+                    module.release_prepared()
         # Bounds the host's lead: two steps are enough to hide launches, and a bad id or a dead rank
         # is noticed as many steps late.
         self._in_flight.wait_until(max(self._steps_ahead - 1, 0))

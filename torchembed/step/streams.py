@@ -18,7 +18,9 @@ class StepStreams(NamedTuple):
     """The streams of a step, each None on a CPU.
 
     Priorities decide among streams that have kernels to run: what other work waits for goes first,
-    and the update of rows last, since nothing waits for it and it fills the GPU by itself.
+    and the update of rows last, since nothing waits for it and it fills the GPU by itself. Where
+    the next batch's rows come from the host, its ids go before all: what the link brings for them
+    takes longer than most steps.
     """
 
     step: torch.cuda.Stream | None = None
@@ -32,22 +34,30 @@ class StepStreams(NamedTuple):
     dense: torch.cuda.Stream | None = None
 
     @classmethod
-    def on(cls, device: torch.device, *, of_several_ranks: bool) -> "StepStreams":
-        """New streams on ``device``."""
+    def on(
+        cls, device: torch.device, *, of_several_ranks: bool, fetches_rows: bool
+    ) -> "StepStreams":
+        """New streams on ``device``.
+
+        Args:
+            fetches_rows: whether preparing a batch brings rows to the device.
+        """
         if device.type != "cuda":
             return cls()
         stream = torch.cuda.Stream
+        # torch has four priorities, of which -3 goes first.
+        step, vectors, ids = (-2, -1, -3) if fetches_rows else (-3, -2, -1)
         of_one = cls(
-            step=stream(device, priority=-3),
-            vectors=stream(device, priority=-2),
-            ids=stream(device, priority=-1),
+            step=stream(device, priority=step),
+            vectors=stream(device, priority=vectors),
+            ids=stream(device, priority=ids),
             rows=stream(device),
         )
         if not of_several_ranks:
             return of_one
         return of_one._replace(
             gradients=stream(device),
-            last_rows=stream(device, priority=-3),
+            last_rows=stream(device, priority=step),
             dense=stream(device, priority=-1),
         )
 

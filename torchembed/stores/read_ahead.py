@@ -208,14 +208,14 @@ class _Buffer:
             self._numbers = np.empty(self._num_rows, dtype=np.int64)
             """The number of the last announcement that has named the key of each slot."""
             self._end = 0
-            """Of the slots that have ever been used."""
+            """The number of slots that have ever been used: the first ones."""
             self._free: list[int] = []
             """Slots before it that hold no line."""
             self._failure: Exception | None = None
             self._reading: set[int] = set()
             """Keys whose lines the thread reads now, but for those that were changed meanwhile."""
             self._num_reads = 0
-            """Of the thread, that have begun."""
+            """How many reads the thread has begun."""
 
     @property
     def room(self) -> int:

@@ -69,6 +69,27 @@ class AdmissionClock:
         if not keeps_rows:
             self._released.copy_(torch.maximum(self._released, self._trained))
 
+    def renew(self, epoch: Tensor, is_trained: Tensor | None) -> Tensor:
+        """Take the rows of a batch of ``epoch``, int64 ``[1]``, into use again, where a pipeline
+        has let go of them that has not trained it: the batch gets another epoch, in place.
+
+        Args:
+            is_trained: bool ``[1]``; None for True.
+
+        Returns:
+            bool ``[1]``: whether it was so.
+        """
+        is_released = epoch <= self._released
+        if is_trained is not None:
+            is_released = is_released & is_trained
+        added = torch.where(is_released, self._released + 1 - epoch, 0)
+        epoch.add_(added)
+        # The release of the batch, and the next batches, come behind it.
+        self._shift.add_(added)
+        for number in (self._prepared, self.last):
+            _set(number, torch.maximum(number, epoch), is_released)
+        return is_released
+
     def release_prepared(self, *, keeps_rows: bool = False) -> None:
         """No batch that was prepared ahead is under way any more: it is not trained, or prepared
         again. Let go of their rows, unless all rows stay in use."""

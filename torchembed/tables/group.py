@@ -11,6 +11,7 @@ from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.features import SparseFeatures
 from torchembed.core.own_storage import with_own_storage
 from torchembed.core.stand_ins import KeptTensors, address_of, making_real_tensors
+from torchembed.core.types import OnBadId
 from torchembed.ops.initialize_rows import InitialValues, initialize_rows
 from torchembed.ops.rowwise_update import RoundingKeys, RowGradients, UpdateRule
 from torchembed.ops.segments import Runs
@@ -75,7 +76,7 @@ class TableGroup:
         self.num_forward_admissions = 0
         self.num_program_admissions = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._versions_trained: list[int] | None = None
-        """Of the parameters in the last forward that no optimizer of torchembed's trains."""
+        """Versions of parameters that no optimizer of torchembed's trains, in the last forward."""
         self.make_index()
         self.anchor = torch.zeros(1, device="cpu", requires_grad=True)
         """``[1]``; requires a gradient, so that programs of ``torch.compile`` have a backward. With
@@ -132,11 +133,12 @@ class TableGroup:
         self,
         slots: SlotIndex,
         features: SparseFeatures,
-        rows: Tensor,
+        rows: Tensor | None,
         is_valid: Tensor | None = None,
         admission: Admission | None = None,
     ) -> Tensor:
         """The rows ``[L]`` of ids in the tables, which may change; tables that are frozen do not.
+        They are of the dtype of ``rows``, or of :attr:`rows_dtype`.
 
         Args:
             slots: of this group's index.
@@ -146,7 +148,10 @@ class TableGroup:
         Raises:
             TypeError: before any change, for float64 tables.
         """
-        if not self.tables[0].parameter.requires_grad:
+        admission = admission or Admission()
+        if not self.tables[0].parameter.requires_grad or not admission.inserts:
+            if rows is None:
+                rows = slots.route(features, OnBadId.ZERO, self.rows_dtype, is_valid).rows
             return rows
         if self.weight.dtype not in FLOAT_DTYPES:
             names = ", ".join(table.spec.name for table in self.tables)
@@ -154,9 +159,6 @@ class TableGroup:
                 f"tables {names} must be float32, float16 or bfloat16 to give rows to new ids, got "
                 f"{self.weight.dtype}; convert the module, or evaluate it"
             )
-        admission = admission or Admission()
-        if not admission.inserts:
-            return rows
         is_in_forward = admission.epoch is None
         self.num_forward_admissions += is_in_forward
         if self.rule is None and is_in_forward:
@@ -175,7 +177,7 @@ class TableGroup:
             self.index.note_initialized()
             raise
         self.index.note_initialized()
-        return admitted.rows
+        return admitted.rows.to(self.rows_dtype if rows is None else rows.dtype)
 
     def _initialize_left(self) -> None:
         """Initialize the rows of ids whose admission an exception ended before it did."""

@@ -18,7 +18,30 @@ def new_group(
 
     Args:
         device: that looks the rows up; None for torch's default device.
+
+    Raises:
+        torch.OutOfMemoryError: where there is no memory for them; it names the tables, their bytes
+            and what to lower.
     """
+    try:
+        return _made(tables, dtype, device)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ("allocate memory", "out of memory")):
+            raise
+        row_bytes = sum(table.num_rows * table.num_columns * dtype.itemsize for table in tables)
+        of_ids = sum(table.spec.index.bytes_for(table.num_rows) for table in tables)
+        names = ", ".join(table.spec.name for table in tables)
+        raise torch.OutOfMemoryError(
+            f"tables {names} take {row_bytes} bytes of rows, and {of_ids} of what finds them and "
+            f"of their logs, for which there is no memory on {torch.empty(0, device=device).device}"
+            " or its host; lower num_embeddings or deletion_log, shard them, or give them a "
+            "storage"
+        ) from error
+
+
+def _made(
+    tables: Sequence[Table], dtype: torch.dtype, device: torch.device | str | None
+) -> TableGroup:
     shape = sum(table.num_rows for table in tables), tables[0].num_columns
     storage = tables[0].spec.storage
     if storage is None:

@@ -67,7 +67,7 @@ class AdmittedRows(NamedTuple):
     """The rows of a batch's ids, in their places from now on."""
 
     rows: Tensor
-    """``[L]``, -1 for ids without one."""
+    """int32 or int64 ``[L]``, -1 for ids without one."""
     new: NewRows | None = None
     """The rows whose values must be set before they are read; None for none."""
 
@@ -100,7 +100,7 @@ class SlotIndex(Protocol):
     def admit(
         self,
         features: SparseFeatures,
-        rows: Tensor,
+        rows: Tensor | None,
         admission: Admission,
         is_valid: Tensor | None = None,
     ) -> AdmittedRows:
@@ -111,7 +111,7 @@ class SlotIndex(Protocol):
 
         Args:
             features, is_valid: as :meth:`route` took them.
-            rows: as it gave them.
+            rows: as it gave them; None where the ids were not routed.
         """
         ...
 
@@ -132,8 +132,9 @@ class RowIndex(Protocol):
     """Turns the ids of a group's tables into rows of its flat weight; the group owns it.
 
     Ids reach rows in two steps: routing is pure, and may be repeated; admission changes tables, and
-    comes once for each batch that is trained, after its ids were checked. Where
-    ``changes_on_admission`` is False, admission changes nothing, and is left out.
+    comes once for each batch that is trained, after its ids were checked. It takes ids that were
+    not routed, too, so that they are looked for once. Where ``changes_on_admission`` is False,
+    admission changes nothing, and is left out.
     """
 
     changes_on_admission: bool
@@ -395,11 +396,12 @@ class RangeSlots:
     def admit(
         self,
         features: SparseFeatures,
-        rows: Tensor,
+        rows: Tensor | None,
         admission: Admission,
         is_valid: Tensor | None = None,
     ) -> AdmittedRows:
-        """``rows``: a range holds all of them already."""
+        """``rows``: a range holds all of them already, and its ids are always routed."""
+        assert rows is not None
         return AdmittedRows(rows)
 
     def tables_of_missing(

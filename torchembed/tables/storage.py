@@ -10,8 +10,8 @@ class HostMemory:
     batches use in a cache on the device.
 
     Training reads the rows of a batch before it is trained, and writes rows that make room for
-    others back. Tables of one dimension, dtype, optimizer and storage share a cache of all their
-    cache rows together. A batch that uses more rows is an error.
+    others back. Tables of one dimension, dtype and optimizer share a cache of all their cache rows
+    together, whatever the size of each one's. A batch that uses more rows is an error.
 
     Args:
         cache_rows: rows of the table that its device holds at once; on several ranks each one's.
@@ -44,9 +44,9 @@ class Disk:
         path: a folder, made where there is none in a folder that exists. Each process keeps its
             rows in a folder of its own in it; what a former run left in that is removed.
         host_rows: rows of the table that the memory of the host holds at once; on several ranks
-            each one's. At least ``cache_rows``.
+            each one's. More than ``cache_rows`` by the rows of a batch, or all rows of the table.
         host_bytes: the same in bytes of rows with their optimizer state, if ``host_rows`` is not
-            given. At least ``cache_bytes``.
+            given; likewise more than ``cache_bytes``.
         cache_rows, cache_bytes: of the cache, as of :class:`HostMemory`.
     """
 

@@ -154,7 +154,7 @@ class Table:
         self.contents_as_global: Callable[[Tensor], Tensor] = _as_it_is
         """Does the same for each tensor of :meth:`index_contents`."""
         self.id_share = IdShare(0, 1)
-        """Of a dynamic table, which ids are here."""
+        """Which ids of a dynamic table are here."""
         self.sum_over_columns: ColumnSum | None = None
         """Adds over columns, of a table whose columns are on several ranks."""
         self.max_over_holders: RankMaximum | None = None
@@ -169,7 +169,8 @@ class Table:
         self.shown_states: list[Tensor] = []
         """The views of the table's state that an optimizer shows; they follow where it grows."""
         self.kept_contents: dict[str, Tensor] | None = None
-        """Of a copy that has no group yet: :meth:`index_contents` of what it was copied from."""
+        """The :meth:`index_contents` of the table that this one was copied from, while it has no
+        group yet."""
         self.cache_device: torch.device | None = None
         """The device of the cache of a table whose rows live elsewhere; None: the rows' own."""
         self.number = number_for(self)

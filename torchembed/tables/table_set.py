@@ -18,7 +18,7 @@ from torchembed.core.stand_ins import (
 )
 from torchembed.tables.group import TableGroup
 from torchembed.tables.new_groups import group_over, may_hold, new_group
-from torchembed.tables.storage import Disk
+from torchembed.tables.storage import Disk, HostMemory, Storage
 from torchembed.tables.table import Table
 
 _forming = threading.RLock()
@@ -30,9 +30,9 @@ _Parameters: TypeAlias = tuple[list[int], list[bool]]
 class TableSet:
     """The tables of one module and the groups that they form.
 
-    Tables share a group where the number of columns held here, kind of index, storage, dtype,
-    device, ``lookup_keys`` (what their lookups must have in common), the optimizer that updates
-    them and ``requires_grad`` are equal.
+    Tables share a group where the number of columns held here, kind of index, storage (of those in
+    host memory whatever its sizes), dtype, device, ``lookup_keys`` (what their lookups must have in
+    common), the optimizer that updates them and ``requires_grad`` are equal.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TableSet:
             full_key = (
                 table.num_columns,
                 table.spec.index,
-                table.spec.storage,
+                _cache_key(table.spec.storage),
                 lookup_key,
                 table.gradient_reduction,
                 key(table),
@@ -209,8 +209,8 @@ def _check_movable(members: list[Table]) -> None:
         if isinstance(spec.storage, Disk) and not table.parameter.is_meta:
             raise ValueError(
                 f"weight of table {spec.name} on disk must not be replaced, got a tensor on "
-                f"{table.parameter.device}; write rows by torchembed.tables.write_rows, or load a "
-                "checkpoint"
+                f"{table.parameter.device}; write rows by torchembed.checkpoints.load_rows, or "
+                "load a checkpoint"
             )
         if hasattr(table, "group") and (table.group.pending or table.group.num_awaited):
             raise RuntimeError(
@@ -230,6 +230,11 @@ def _owns_memory(table: Table) -> bool:
     weight = table.group.stored_weight
     first = address_of(weight)
     return not first <= address_of(rows) < first + weight.nbytes
+
+
+def _cache_key(storage: Storage | None) -> Hashable:
+    """What tables that share a cache must have in common: in host memory they add up its size."""
+    return HostMemory if isinstance(storage, HostMemory) else storage
 
 
 def _gathered_group(members: list[Table]) -> TableGroup:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from torchembed.core.checks import signed_ids
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.trees import Tree
 from torchembed.modules.staged_collection import StagedCollection
@@ -67,7 +68,7 @@ class DiskReadAhead:
         self._under_way: collections.deque[Future[None]] = collections.deque()
         self._announced: dict[int, list[AnnouncedRows]] = {}
         """By number, in order; of the worker."""
-        self._last = 0
+        self._last, self._is_closed = 0, False
 
     def announce(self, batch: Tree) -> int:
         """Have the rows of ``batch`` read, after those announced before. Call it between steps, or
@@ -77,6 +78,7 @@ class DiskReadAhead:
             The number of the announcement, for :meth:`retire`.
 
         Raises:
+            RuntimeError: once it is closed.
             Exception: what reading rows of earlier announcements failed with.
         """
         found = [as_sparse_features(part) for part in sparse_features(batch)]
@@ -88,11 +90,19 @@ class DiskReadAhead:
 
         Args:
             name: of the table's weight in ``state_dict``.
-            ids: of any shape, on the CPU: int64, int32, uint32 or uint64 (by its bits).
+            ids: of any shape, on the CPU: int64, int32, uint32 or uint64 (by its bits). Of a
+                sharded table ids of all ranks; each reads its own.
 
         Raises:
-            ValueError: for a name that no table on disk has here.
+            TypeError: where ``ids`` is no tensor of these dtypes.
+            ValueError: for a name that no table on disk has here, and ids on another device.
+            IndexError: for an id that a static table does not have.
         """
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"ids must be a tensor, got {type(ids).__name__}; call torch.tensor")
+        if ids.device.type != "cpu":
+            raise ValueError(f"ids must be on the CPU, got {ids.device}; call .cpu()")
+        ids = signed_ids("ids", ids).long().flatten()
         tables = {n: table_of(parameter) for n, parameter in self._model.named_parameters()}
         table = tables.get(name)
         if table is None or not isinstance(table.group, DiskGroup):
@@ -100,7 +110,8 @@ class DiskReadAhead:
             raise ValueError(
                 f"name must be that of the weight of a table on disk, {on_disk}, got {name!r}"
             )
-        return self._submit([_Ids(table, table.group, int64_keys(ids).flatten())])
+        _check_range(table, ids)
+        return self._submit([_Ids(table, table.group, ids)])
 
     def retire(self, number: int) -> None:
         """Let go of what announcement ``number`` and those before it have named: their batches were
@@ -108,9 +119,14 @@ class DiskReadAhead:
 
         Raises:
             TypeError: where ``number`` is no int.
+            ValueError: where no announcement has it.
         """
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"number must be an int, as announcing gave it, got {number!r}")
+        if not 0 < number <= self._last:
+            raise ValueError(
+                f"number must be one that announcing gave, from 1 to {self._last}, got {number}"
+            )
         if self._worker is not None:
             self._under_way.append(self._worker.submit(lambda: self._retire(number)))
 
@@ -124,7 +140,8 @@ class DiskReadAhead:
             self._under_way.popleft().result()
 
     def close(self) -> None:
-        """End the threads, and forget what was announced; announcing begins them anew."""
+        """End the threads, and forget what was announced; nothing is announced from then on."""
+        self._is_closed = True
         if self._worker is not None:
             self._worker.close(_CLOSE_SECONDS)
             self._worker = None
@@ -163,6 +180,11 @@ class DiskReadAhead:
                     yield _Ids(table, table.group, torch.cat(parts))
 
     def _submit(self, found: list[_Ids]) -> int:
+        if self._is_closed:
+            raise RuntimeError(
+                "this DiskReadAhead is closed, and reads nothing that is announced; make another "
+                "one, and keep it open while batches are announced"
+            )
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft().result()
         self._last += 1
@@ -196,6 +218,21 @@ class DiskReadAhead:
         for known in [known for known in self._announced if known <= number]:
             for rows in self._announced.pop(known):
                 rows.retire()
+
+
+def _check_range(table: Table, ids: Tensor) -> None:
+    """Raise ``IndexError`` where a static ``table`` does not have one of ``ids``, int64 ``[n]``."""
+    num_ids = table.spec.num_ids
+    if num_ids is None:
+        return
+    is_bad = (ids < 0) | (ids >= num_ids)
+    if is_bad.any():
+        first = int(is_bad.byte().argmax())
+        raise IndexError(
+            f"ids must be at least 0 and less than {num_ids}, the number of rows of table "
+            f"{table.spec.name}, got {int(ids[first])} at position {first}, the first of "
+            f"{int(is_bad.sum())} such ids; leave them out"
+        )
 
 
 def _bounds(features: SparseFeatures) -> list[int]:

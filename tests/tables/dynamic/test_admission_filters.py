@@ -167,6 +167,9 @@ def test_a_sketch_goes_on_from_its_contents() -> None:
     other = CountMinSketch(threshold=3, width=101).build(TABLES, CPU)
     with pytest.raises(ValueError, match=r"sketch must be int32 \[4, 101\], as .* got .*\[4, 100"):
         other.load_contents(0, saved)
+    of_others = {**saved, "sketch_keys": saved["sketch_keys"] + 1}
+    with pytest.raises(ValueError, match="sketch_keys must be those of the counts that the table"):
+        first.merge(1, of_others, torch.ones_like)
     drawn = Probability(threshold=3).build(TABLES, CPU)
     drawn.load_contents(0, drawn.contents(1))
     assert drawn.contents(0) == {}
@@ -246,7 +249,7 @@ def test_ids_are_drawn_with_the_stated_probability(count: int, threshold: int) -
 
 @pytest.mark.parametrize("threshold", [1, 7])
 def test_ids_are_drawn_anew_at_each_step(threshold: int) -> None:
-    """Of ids that occur once at each of ``threshold`` steps 95 % have a row in the end."""
+    """Of all ids, each of which occurs once at each of ``threshold`` steps, 95 % end with a row."""
     for chance, probability in {
         Chance.PROPORTIONAL: 1 - (1 - 1 / threshold) ** threshold,
         Chance.PER_OCCURRENCE: 0.95,

@@ -73,7 +73,7 @@ def excess(ids: set[int], num_shards: int) -> float:
 def test_shards_keep_what_one_table_keeps(
     draw: Callable[[np.random.Generator], np.ndarray], eviction: Eviction
 ) -> None:
-    """Of the ids that a table without buckets keeps, shards hold as large a part as one table does,
+    """Shards hold as many of the ids that a table without buckets keeps as one table does,
     less those beyond a shard's share of the rows, whatever the law of the stream."""
     stream = draw(np.random.default_rng(0))
     wanted, of_one = best(stream, eviction), kept(stream, eviction, 1)

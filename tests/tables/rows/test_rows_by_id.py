@@ -141,5 +141,5 @@ def test_a_chunk_that_does_not_fit_changes_nothing() -> None:
 def test_rows_of_numbers_are_not_imported_into_a_dynamic_table() -> None:
     module = bags(20, Dynamic())
     name = "embedding_bags.t.weight"
-    with pytest.raises(ValueError, match=f"{name} must not be of a dynamic table.*write_rows"):
+    with pytest.raises(ValueError, match=f"{name} must not be of a dynamic table.*load_rows"):
         import_tables(module, {name: torch.zeros(20, 3)})

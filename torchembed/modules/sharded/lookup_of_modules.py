@@ -1,5 +1,6 @@
 """One exchange for modules of one sharded table each: their ids out, their pooled vectors back."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, Pooling
+from torchembed.modules.awaited_admission import awaited_admission
 from torchembed.modules.bad_ids_of_slots import SlotName
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingBagConfig
@@ -191,8 +193,10 @@ class LookupOfModules(ShardedEmbeddingBagCollection):
         Raises:
             IndexError, RuntimeError, ValueError: as ``forward`` of a sharded collection.
         """
-        rows = self._route(self._exchange_sizes(features, ahead=False), None)
-        if admits and self.admission_changes_tables:
+        admits = admits and self.admission_changes_tables
+        with awaited_admission() if admits else contextlib.nullcontext():
+            rows = self._route(self._exchange_sizes(features, ahead=False), None)
+        if admits:
             rows = self._admit(rows, admission_in_forward(self._ranks.group), finds_runs=False)
             self._submit_fetch()
         return self._look_up(rows, ahead=False)

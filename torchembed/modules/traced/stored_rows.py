@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torchembed.core.function_context import FunctionContext
-from torchembed.ops.sequence_lookup.schema import sequence_lookup_forward_op
 from torchembed.tables import TieredGroup, table_at
 
 
@@ -26,7 +25,7 @@ def _read(weights: Sequence[Tensor], rows: Tensor) -> Tensor:
             of_group = of_table + group.first_row_of(table)
             vectors = group.gathered_rows(torch.where(is_here, of_group, -1))
         else:  # of a program that was loaded, which has weights of its own
-            vectors = sequence_lookup_forward_op(weight.contiguous(), of_table, weight.dtype)
+            vectors = weight[torch.where(is_here, of_table, 0)] if len(weight) else found
         found = torch.where(is_here.unsqueeze(1), vectors, found)
     return found
 

@@ -94,10 +94,12 @@ def _admitted(batch: _Admission) -> Tensor:
     )
     numbers = tuple(group.tables.index(table) for table in looked_up)
     slots = slots_of_program(group, numbers)
-    rows = slots.route(features, OnBadId.ZERO, torch.int64, batch.is_valid).rows
     if batch.is_trained and not is_trial():
         check_not_admitted_ahead(group)
-        rows = group.admit(slots, features, rows, batch.is_valid, admission_in_forward(None))
+        admission = admission_in_forward(None)
+        rows = group.admit(slots, features, None, batch.is_valid, admission).long()
+    else:
+        rows = slots.route(features, OnBadId.ZERO, torch.int64, batch.is_valid).rows
     batch.num_admissions.add_(1)
     shifts = [
         first - group.first_rows[number]

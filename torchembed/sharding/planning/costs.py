@@ -24,7 +24,7 @@ from torchembed.sharding.planning.distinct_rows import (
 )
 from torchembed.sharding.planning.loads import WIRES, Everywhere, Load
 from torchembed.sharding.planning.plan import Placement, Shard, TablePlan
-from torchembed.sharding.planning.storage_costs import HeldRows
+from torchembed.sharding.planning.storage_costs import HeldRows, host_line_bytes
 from torchembed.sharding.planning.table_use import TableUse
 from torchembed.sharding.planning.topology import Topology
 from torchembed.sharding.wire import WirePrecision, WireTransport
@@ -122,6 +122,11 @@ class CostModel:
         row = num_columns * use.spec.dtype.itemsize
         return row + self.rule.state_bytes(1, num_columns)
 
+    def host_line_bytes(self, use: TableUse, num_columns: int, storage: Storage | None) -> int:
+        """Bytes of host memory that ``num_columns`` of one row take with their optimizer state."""
+        row = num_columns * use.spec.dtype.itemsize
+        return host_line_bytes(storage, row, self.rule.state_bytes(1, num_columns))
+
     def device_bytes(self, use: TableUse, shard: Shard, storage: Storage | None) -> int:
         """Bytes that a shard takes of its rank's memory: all but those on disk where that is the
         host's."""
@@ -130,7 +135,8 @@ class CostModel:
         held, line_bytes = self._held(use, shard, storage)
         device_bytes = held.on_device * line_bytes + held.index_bytes
         if self.topology.devices_are_hosts:
-            device_bytes += held.in_host * line_bytes + held.host_index_bytes
+            in_host = held.in_host * self.host_line_bytes(use, shard.num_columns, storage)
+            device_bytes += in_host + held.host_index_bytes
         return device_bytes + use.index_bytes(shard.num_rows)
 
     def _held(self, use: TableUse, shard: Shard, storage: Storage) -> tuple[HeldRows, int]:
@@ -149,7 +155,8 @@ class CostModel:
         held, line_bytes = self._held(use, shard, storage)
         in_host, fetched, read = 0.0, 0.0, 0.0
         if not self.topology.devices_are_hosts:
-            in_host = float(held.in_host * line_bytes + held.host_index_bytes)
+            host_line_bytes = self.host_line_bytes(use, shard.num_columns, storage)
+            in_host = float(held.in_host * host_line_bytes + held.host_index_bytes)
             fetched = share * self.misses(use, held.on_device / share) * line_bytes
         if held.on_disk:
             rows = share * self.misses(use, held.in_host / share)

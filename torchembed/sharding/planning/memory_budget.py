@@ -8,6 +8,7 @@ from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding.planning.growth import growth_bytes, moved_parts
 from torchembed.sharding.planning.plan import ShardingPlan
 from torchembed.sharding.planning.plan_report import PlanReport, bytes_text, ranks_text
+from torchembed.sharding.planning.storage_costs import host_line_bytes
 from torchembed.sharding.planning.table_use import TableUse
 
 
@@ -144,7 +145,8 @@ def memory_budget(
         held = use.held_rows(table.storage, shard.num_rows, line_bytes)
         row_bytes += held.on_device * of_row
         states += held.on_device * of_state
-        host_bytes += held.in_host * line_bytes + held.host_index_bytes
+        in_host = held.in_host * host_line_bytes(table.storage, of_row, of_state)
+        host_bytes += in_host + held.host_index_bytes
         disk_bytes += held.on_disk * line_bytes
         index_bytes += held.index_bytes + use.index_bytes(shard.num_rows)
     state_bytes = None if rule is None else states

@@ -57,9 +57,9 @@ class Option:
     table_group: Hashable
     """Key of the tables that a rank looks up and updates in one call; None for replicas."""
     moved: tuple[MovedPart, ...] = ()
-    """Of a table that grows, the rows of each part that has some."""
+    """The rows of each part of a table that grows, where it has some."""
     storage: Storage | None = None
-    """Of each rank that holds rows; None: on its device."""
+    """The storage of each rank that holds rows; None: its device."""
     exact: TablePlan | None = None
 
     @property

@@ -100,7 +100,7 @@ class PlanReport:
     topology: Topology
     batch_size: int
     rule: UpdateRule
-    """Of the tables' optimizer."""
+    """The update of the tables' optimizer."""
     tables: tuple[TableCost, ...]
     ranks: tuple[RankCost, ...]
     dense: DenseCost | None = None

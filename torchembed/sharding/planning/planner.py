@@ -102,6 +102,13 @@ class Planner:
                     f"distinct_ids of {feature} must be positive and at most the {num_ids:g} ids "
                     f"that batch_size and hotness give a batch, got {count}"
                 )
+        for name, constraint in self.constraints.items():
+            if not isinstance(constraint, TableConstraint):
+                raise TypeError(
+                    f"constraints must map names of tables to TableConstraint(...), got "
+                    f"{constraint!r} for {name}; allow placements by "
+                    "TableConstraint(placements=(...,))"
+                )
         if not self.max_imbalance >= 1:
             raise ValueError(f"max_imbalance must be at least 1, got {self.max_imbalance}")
         if self.topology is not None and self.disk is not None:

@@ -3,7 +3,7 @@
 import os
 from typing import NamedTuple
 
-from torchembed.tables import Disk, HostMemory, Storage
+from torchembed.tables import Disk, HostMemory, Storage, padded_line_bytes
 from torchembed.tables.storage import rows_held
 
 ROW_NUMBER_BYTES = 4
@@ -83,6 +83,14 @@ def held_rows(
     )
     index_bytes += place_index_bytes(in_host, num_rows, takes_any_id=takes_any_id)
     return HeldRows(cached, in_host, num_rows, index_bytes, num_rows * LINE_INDEX_BYTES)
+
+
+def host_line_bytes(storage: Storage | None, row_bytes: int, state_bytes: int) -> int:
+    """Bytes of host memory that a row of ``row_bytes`` takes with its optimizer state, where rows
+    of ``storage`` are there."""
+    if isinstance(storage, HostMemory):
+        return padded_line_bytes(row_bytes, state_bytes)
+    return row_bytes + state_bytes
 
 
 def cache_index_bytes(num_cached: int, num_rows: int, *, is_rounded: bool) -> int:

@@ -16,7 +16,7 @@ from torchembed.sharding.planning.storage_costs import (
     place_index_bytes,
 )
 from torchembed.sharding.planning.table_use import TableUse
-from torchembed.tables import is_function_of_id
+from torchembed.tables import HostMemory, is_function_of_id
 
 _LEAST_BATCHES = 2
 """Batches whose rows the smallest cache holds: the one that is trained and the one after it. Host
@@ -24,7 +24,7 @@ memory of a table on disk has room for as many beside the rows that are cached."
 _STEP = math.sqrt(2)
 """Each cache that is considered holds the rows of so many times the batches of the one before."""
 _DISK_STRIDE = 2
-"""Of those caches every such one is considered for tables on disk, which have two."""
+"""Tables on disk, which have two caches, are given every second of those sizes."""
 _DEVIATIONS = 6
 """Standard deviations by which the rows of those batches may exceed their expected number."""
 _MOST_BATCHES = 2.0**40
@@ -57,7 +57,7 @@ class _Level(NamedTuple):
     cache: PlannedCache | None
     """None for a table on the devices."""
     num_bytes: tuple[float, float, float]
-    """Of each kind of memory."""
+    """Bytes of each kind of memory."""
     seconds: float
     """Time in a step for rows that are not cached."""
 
@@ -146,6 +146,7 @@ class TierChoice:
         topology, num_rows = self._model.topology, use.spec.num_rows
         line_bytes = self._model.line_bytes(use, use.spec.dim)
         whole, of_ids = num_rows * line_bytes, use.index_bytes(num_rows)
+        host_line_bytes = self._model.host_line_bytes(use, use.spec.dim, HostMemory(cache_rows=1))
         yield _Level(None, (whole + of_ids, 0.0, 0.0), 0.0)
         caches = list(self._caches_of(use))
 
@@ -159,7 +160,8 @@ class TierChoice:
                 if taken < whole:
                     seconds = missing * line_bytes / topology.host_bandwidth
                     cache = PlannedCache(num_cached)
-                    yield _Level(cache, (taken + of_ids, whole, 0.0), seconds)
+                    in_host = num_rows * host_line_bytes
+                    yield _Level(cache, (taken + of_ids, in_host, 0.0), seconds)
         if topology.disk.path is None or not is_function_of_id(use.spec.initializer):
             return
         on_disk = self._model.disk_line_bytes(line_bytes) / topology.disk_bandwidth

@@ -20,17 +20,18 @@ part, its activations, the collectives' own buffers and gaps of the allocator.""
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host:
     """What the ranks of one node share beside their devices: memory for tables' rows, and how fast
-    GPUs reach it. The rates are those of PCIe 5.0 with 16 lanes for each of eight GPUs; that of
-    rows was measured on an H200 (``bench/results/tiers_1_h200.txt``). Both directions are taken to
-    reach them at the same time."""
+    GPUs reach it. The rates are those of PCIe 5.0 with 16 lanes for each of eight GPUs; those of
+    copies and of rows were measured on one H200. Both directions are taken to reach them at the
+    same time."""
 
     memory_bytes: int = 0
     """Memory of the node that rows may take, of all its ranks together."""
     link_bandwidth: float = 55e9
     """Bytes a second between a GPU and the host, in each direction: what a copy engine reaches."""
-    access_bandwidth: float = 12e9
-    """Bytes a second, in each direction, of a kernel that reads and writes rows in the host, in no
-    order."""
+    access_bandwidth: float = 26e9
+    """Bytes a second, in each direction, of a kernel that exchanges rows in the host with others at
+    the same places, in the order of places: measured with rows of 544 bytes, optimizer state
+    included; those of 1,056 bytes reach 35 GB/s."""
     node_bandwidth: float = 256e9
     """Bytes a second, in each direction, of all GPUs of the node at once."""
 

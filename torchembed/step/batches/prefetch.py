@@ -132,6 +132,9 @@ class Prefetch:
             self.admitted[buffer] = AdmittedBatch(
                 self.batches[buffer], lookups, flag, all_checks, epoch=admission.epoch
             )
+        # Last, so that a batch whose preparation an exception ended is prepared again.
+        if self.buffers.is_fresh is not None:
+            self.buffers.is_fresh[buffer].zero_()
 
     def _bucketize(self, calls: Sequence[Call], buffer: int) -> BucketizedBatch:
         if self.bucketized is not None:
@@ -186,7 +189,6 @@ class Prefetch:
         if bucketized.needed is not None:
             # One that does not fit is admitted by the steps with a larger capacity that train it.
             is_trained &= self._fits(bucketized.needed)
-        is_fresh.zero_()
         return self._epochs.admission(is_trained)
 
     def _fits(self, needed: Tensor) -> Tensor:

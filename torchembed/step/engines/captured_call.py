@@ -41,7 +41,7 @@ class CapturedCall:
         self._call, self._sizes = call, sizes
         self._graph: torch.cuda.CUDAGraph | None = None
         self._moves: list[RecordedMoves] = []
-        """Of lines of tables on disk."""
+        """Moves of lines of tables on disk."""
         if stream is not None:
             with recording_moves() as self._moves:
                 self._graph = captured_graph(self._run, stream, pool)

@@ -156,13 +156,20 @@ class EngineChoice:
             as_given = self._padding.why_as_given(now)
             if as_given is not None:
                 kinds = NO_KIND
+        preparer = self._preparer_of(now)
         for engine in self._candidates(kinds):
+            if preparer is not None and preparer is not engine:
+                self._program.release_prepared()
+                preparer = None
             trained = engine.run(now, upcoming)
             if not isinstance(trained, Reason):
                 self.last = engine
                 break
+            preparer = engine if engine.has_prepared(now) else None
             self._give_up(engine, trained)
         else:
+            if preparer is not None:
+                self._program.release_prepared()
             self.last, trained = self._eager, self._eager.run(now)
         self.last_kind = self._kind_of_last(now, as_given if has_place else _OTHER_LAYOUTS)
         self._program.record.note_step(self.last_kind)
@@ -173,6 +180,13 @@ class EngineChoice:
             for batch in upcoming:
                 self.prefetch(batch)
         return trained
+
+    def _preparer_of(self, now: ReadBatch) -> StepEngine | None:
+        """The engine whose step before has prepared ``now``; None for none."""
+        if self._program.epochs is None:
+            return None
+        engines = (self._static, self._padded, self._jagged)
+        return next((e for e in engines if e is not None and e.has_prepared(now)), None)
 
     def _run_eagerly(self, now: ReadBatch) -> TrainedBatch:
         """Train ``now`` where no step is captured."""

@@ -96,6 +96,8 @@ class StaticStep:
         self._num_warm_ups = _WARM_UP_STEPS - self._resources.has_captured
         self._prepared: int | None = None
         """The number of the batch that the step before has prepared."""
+        self._prepares_next = False
+        """True once a step, which may fail all the same, has prepared the other buffer's batch."""
         self._captured: list[CapturedCall | None] = [None, None]
         self._preparations = [CapturedPreparation(self._prefetch, buffer) for buffer in (0, 1)]
         self.has_replayed = False
@@ -279,6 +281,28 @@ class StaticStep:
         if following is None:
             self.buffers.hold_back(1 - buffer)
         self._places[buffer].begin_step()
+        self._prepares_next = False
+        try:
+            self._run(buffer)
+            self._prepares_next = self._prefetch.has_prepared(1 - buffer)
+            trained = self._trained[buffer]
+            assert trained is not None
+            update(self._optimizers.others, trained.skip)
+        except BaseException:
+            # What was admitted is not admitted once more.
+            if following is not None and self._prepares_next:
+                self._prepared = following.number
+            raise
+        self._num_steps += 1
+        self._prepared = None
+        if following is not None and self._prepares_next:
+            self._prepared = following.number
+        # The batch is held, since its buffer may be filled anew while its copy is under way.
+        done = self.buffers.note_use(1 - buffer)
+        return trained.held_until(done, source=now.data, place=self._places[buffer])
+
+    def _run(self, buffer: int) -> None:
+        """Take the step of the buffer's batch, by a replay where it is captured."""
         captured = self._captured[buffer]
         self.has_replayed = captured is not None
         if captured is not None:
@@ -307,15 +331,6 @@ class StaticStep:
             # work.
             if self._prefetch.is_complete:
                 self._sizes = sizes
-        trained = self._trained[buffer]
-        assert trained is not None
-        update(self._optimizers.others, trained.skip)
-        self._num_steps += 1
-        is_prepared = following is not None and self._prefetch.has_prepared(following.buffer)
-        self._prepared = following.number if following is not None and is_prepared else None
-        # The batch is held, since its buffer may be filled anew while its copy is under way.
-        done = self.buffers.note_use(1 - buffer)
-        return trained.held_until(done, source=now.data, place=self._places[buffer])
 
     def _compared(self, buffer: int) -> contextlib.AbstractContextManager[object]:
         """A context for a replay, which may compare it with the model."""
@@ -335,6 +350,7 @@ class StaticStep:
             with fork(self._streams.ids), named_range("torchembed: prepare"):
                 join(after)
                 self._prefetch.prepare(1 - buffer, in_place=self._has_captured, admits=admits)
+            self._prepares_next = admits and bool(self._prefetch.calls)
 
         # Pinned memory cannot be allocated in a capture, so the report goes where the buffer's step
         # before has put its own.

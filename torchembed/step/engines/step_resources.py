@@ -32,7 +32,11 @@ class StepResources:
         self._program, self._is_alone = program, ranks.world_size() == 1
         self.optimizers = StepOptimizers(program.optimizers)
         self.assumptions = Assumptions(program.trained, self.optimizers, program.device)
-        self.streams = StepStreams.on(program.device, of_several_ranks=program.group is not None)
+        self.streams = StepStreams.on(
+            program.device,
+            of_several_ranks=program.group is not None,
+            fetches_rows=program.fetches_rows,
+        )
         self.copies = torch.cuda.Stream(program.device) if program.is_cuda else None
         self.pool = torch.cuda.graph_pool_handle() if program.is_cuda else None
         self.results = ResultMemory()

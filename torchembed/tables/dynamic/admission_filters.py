@@ -182,11 +182,12 @@ class SketchFilter:
     """The :class:`CountMinSketch` of each table of a group.
 
     The sketches of several ranks with equal keys can be added cell by cell, up to the largest
-    int32: the sum is the sketch of all their ids.
+    int32: the sum is the sketch of all their ids. Keys belong to the state: counts that are loaded
+    are those of their ids under the keys with which they were counted.
 
     Args:
         config: the same for all tables.
-        table_keys: 64-bit keys of the tables, in order.
+        table_keys: 64-bit keys of the tables, in order, from which those of new sketches follow.
         device: where ids come.
 
     Attributes:
@@ -239,8 +240,9 @@ class SketchFilter:
         """Nothing goes: other ids share the counts."""
 
     def contents(self, table: int) -> dict[str, Tensor]:
-        """``sketch``: int32 ``[depth, width]``."""
-        return {"sketch": self.counts[table]}
+        """``sketch``: int32 ``[depth, width]``; ``sketch_keys``: int64 ``[depth]``, by which ids
+        are hashed to the counts of each row."""
+        return {"sketch": self.counts[table], "sketch_keys": self._row_keys[table]}
 
     def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:
         sketch, own = contents["sketch"], self.counts[table]
@@ -251,12 +253,26 @@ class SketchFilter:
                 "with those that it was saved with"
             )
         own.copy_(sketch)
+        self._row_keys[table].copy_(contents["sketch_keys"])
 
     def merge(
         self, table: int, contents: Mapping[str, Tensor], is_here: Callable[[Tensor], Tensor]
     ) -> None:
-        """Add the counts cell by cell, of all ids: none of this table's is too small then."""
-        own = self.counts[table]
+        """Add the counts cell by cell, of all ids: none of this table's is too small then. A table
+        without counts takes the keys over, too.
+
+        Raises:
+            ValueError: for counts under other keys than those of this table's.
+        """
+        own, keys = self.counts[table], self._row_keys[table]
+        of_counts = contents["sketch_keys"].to(keys.device)
+        if not own.any():
+            keys.copy_(of_counts)
+        elif not torch.equal(keys, of_counts):
+            raise ValueError(
+                "sketch_keys must be those of the counts that the table has, got others: they are "
+                "of a table of another name or seed; load them into a table without counts"
+            )
         total = own.long() + contents["sketch"].to(own.device, torch.int64)
         own.copy_(total.clamp_max(INT32_MAX))
 

@@ -1,6 +1,7 @@
 """Times of admission epochs, by which rows expire after some seconds."""
 
 import collections
+import math
 from collections.abc import Callable
 
 import torch
@@ -40,11 +41,13 @@ class EpochTimes:
 
         Raises:
             TypeError: for a clock that returns no number.
-            ValueError: where it says an earlier time than before.
+            ValueError: where it says an earlier time than before, or none that is finite.
         """
         now = self._clock()
         if isinstance(now, bool) or not isinstance(now, int | float):
             raise TypeError(f"clock must return a number of seconds, got {now!r}")
+        if not -math.inf < now < math.inf:
+            raise ValueError(f"clock must return a finite number of seconds, got {now!r}")
         if not now >= self._latest:
             raise ValueError(
                 f"clock must not run backwards, got {now} seconds after {self._latest}; give "

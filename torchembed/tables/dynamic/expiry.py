@@ -14,7 +14,8 @@ from torchembed.tables.dynamic.slot_windows import SlotWindows
 
 
 class Expiry:
-    """Erases the ids that training has not used for a time to live, a window of slots each step.
+    """Erases the ids that training has not used for a time to live: each step looks at a window of
+    slots, of each table a block at least.
 
     Args:
         ttl_steps: how many steps ids live without use; None for any number.
@@ -38,11 +39,12 @@ class Expiry:
             times = EpochTimes(dynamic.ttl_seconds, dynamic.clock, device)
         if dynamic.ttl_steps is None and times is None:
             return None
-        return cls(dynamic.ttl_steps, times, SlotWindows(shapes, dynamic.sweep_steps, device))
+        windows = SlotWindows(shapes, dynamic.sweep_steps, device, begins_anew=True)
+        return cls(dynamic.ttl_steps, times, windows)
 
     def over(self, shapes: Sequence[TableShape], device: torch.device) -> Self:
         """The same expiry, which goes on, of tables of other shapes."""
-        windows = SlotWindows(shapes, self._windows.num_steps, device)
+        windows = SlotWindows(shapes, self._windows.num_steps, device, begins_anew=True)
         return type(self)(self._ttl_steps, self._times, windows)
 
     @property

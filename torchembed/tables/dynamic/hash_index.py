@@ -19,6 +19,7 @@ from torchembed.ops.hash_table import (
     find_slots,
     grow,
     insert_keys,
+    int64_keys,
     slot_ranges,
     touch_slots,
 )
@@ -34,7 +35,7 @@ from torchembed.tables.dynamic.hash_shapes import capacities_of, shapes_of
 from torchembed.tables.dynamic.hash_slots import HashSlots
 from torchembed.tables.dynamic.hashed_rows import SharedRows
 from torchembed.tables.dynamic.id_rounding_keys import IdRoundingKeys
-from torchembed.tables.dynamic.policies import Dynamic, EpochLFU, policy_of
+from torchembed.tables.dynamic.policies import Dynamic, EpochLFU, policy_of, score_numbers
 from torchembed.tables.dynamic.row_bounds import RowBounds
 from torchembed.tables.dynamic.score_decay import ScoreDecay
 from torchembed.tables.dynamic.unfinished_insertion import UnfinishedInsertion
@@ -155,7 +156,7 @@ class HashIndex:
             is_new = (tables >= 0) & (slots < 0)
             if is_trained is not None:
                 is_new &= is_trained
-            chosen = self.admission.admit(keys, tables, is_new, epoch)
+            chosen = self.admission.admit(int64_keys(keys), tables, is_new, epoch)
         if chosen is not None and chosen.counts is not None and policy is Policy.LFU:
             # An id that was counted before it had a row competes by its whole count.
             policy, scores = Policy.CALLER, chosen.counts
@@ -318,9 +319,12 @@ class HashIndex:
         """Views, of a table with rows ``R``: ``ids`` int64 ``[R]``; ``digests`` uint8 ``[R]``, 0 of
         free rows; ``touched`` and, where the policy has them, ``scores``, int64 ``[R]``; and
         ``counters`` int64. ``step_score``, int64 ``[2]``, is that of :attr:`step_scores`, and
-        ``clock``, int64 ``[1]``, the epoch of the last batch. The counts of :attr:`admission`
-        follow."""
+        ``clock``, int64 ``[1]``, the epoch of the last batch. ``policy``, int64 ``[2]`` and no
+        view, says what the scores are of, as :func:`score_numbers`. The counts of
+        :attr:`admission` follow."""
         found = {**self._own_contents(table), "clock": self.clock.last}
+        numbers = score_numbers(self._dynamic.eviction)
+        found["policy"] = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         return found if self.admission is None else {**found, **self.admission.contents(table)}
 
     def _own_contents(self, table: int) -> dict[str, Tensor]:

@@ -65,16 +65,17 @@ class HashSlots:
     def admit(
         self,
         features: SparseFeatures,
-        rows: Tensor,
+        rows: Tensor | None,
         admission: Admission,
         is_valid: Tensor | None = None,
     ) -> AdmittedRows:
-        """Insert what has no row; ``rows`` may have changed since they were found."""
+        """Insert what has no row; ``rows`` may have changed since they were found, so that all are
+        found anew."""
         tables = self._tables_of(features, is_valid)
         inserted = self._index.insert(features.values, tables, admission)
         new = NewRows(inserted.new_slots, inserted.keys, inserted.tables, inserted.num_new)
         slots = self._with_shared(inserted.slots, features.values, tables)
-        return AdmittedRows(slots.to(rows.dtype), new)
+        return AdmittedRows(slots, new)
 
     def _with_shared(self, rows: Tensor, ids: Tensor, tables: Tensor) -> Tensor:
         """``rows [L]`` with those that ids without one of their own share."""

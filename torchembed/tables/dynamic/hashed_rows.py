@@ -25,7 +25,7 @@ class HashedRows:
     """
 
     num_rows: int
-    """Of the table, beside its capacity; where ranks divide the table, of each of them."""
+    """Rows beside the table's capacity; where ranks divide the table, on each of them."""
 
     def __post_init__(self) -> None:
         if isinstance(self.num_rows, bool) or not isinstance(self.num_rows, int):

@@ -22,6 +22,17 @@ def check_at_least(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+MAX_ROWS = 2**40
+"""The most rows of a dynamic table, and ids of its log: far more than memory holds, and few enough
+that sizes in bytes are int64."""
+
+
+def check_at_most(name: str, value: int, most: int) -> None:
+    """Raise unless ``value`` is at most ``most``."""
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LRU:
     """Evicts the row that no training batch has used for longest."""
@@ -113,6 +124,26 @@ def policy_of(eviction: Eviction) -> Policy:
     return _POLICIES[type(eviction)]
 
 
+_NUMBERS = {LRU: 0, LFU: 1, DecayingLFU: 2, EpochLFU: 3, CallerScores: 4}
+"""Numbers of the policies in state dicts, which stay as they are."""
+
+
+def score_numbers(eviction: Eviction) -> list[int]:
+    """What tables must agree in for the scores of one to mean the same in the other: the number of
+    the policy, and the steps of an epoch, 0 where scores hold none."""
+    steps = eviction.steps_per_epoch if isinstance(eviction, EpochLFU) else 0
+    return [_NUMBERS[type(eviction)], steps]
+
+
+def policy_named(numbers: Sequence[int]) -> str:
+    """The policy of which :func:`score_numbers` gave ``numbers``, in words for errors."""
+    number, steps = numbers
+    names = {of_kind: kind.__name__ for kind, of_kind in _NUMBERS.items()}
+    if number not in names:
+        return f"policy number {number}, which this version does not know"
+    return f"{names[number]}(steps_per_epoch={steps})" if steps else names[number]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dynamic:
     """Makes a table dynamic: each 64-bit integer is an id, and ids get rows as training meets them.
@@ -125,9 +156,9 @@ class Dynamic:
     counts no use.
 
     Args:
-        initial_capacity: rows that the table has at first, at least (no more than its capacity, and
-            no fewer than a block of up to 4096); it doubles them between steps up to its capacity,
-            as ids need them. None: all of them from the start.
+        initial_capacity: rows that the table has at first, at least (no fewer than a block of up to
+            4096); it doubles them between steps up to its capacity, as ids need them. None, or as
+            many as the capacity or more: all of them from the start.
         eviction: chooses the rows that make room: :class:`LRU`, :class:`LFU`,
             :class:`DecayingLFU`, :class:`EpochLFU` or :class:`CallerScores`.
         admission: chooses the new ids that get rows: :class:`MinimumCount`,
@@ -145,7 +176,8 @@ class Dynamic:
         evict_to: the part of the bound to which evicting brings a table, or what it visits of it,
             down; more than 0, 1 at most.
         sweep_steps: ids that are too old, or too many, go within as many steps more: each step
-            looks at one part in ``sweep_steps`` of the rows.
+            looks at one part in ``sweep_steps`` of the rows, and at one block of up to 4096 at
+            least, so that tables of fewer blocks take as many steps as they have.
         deletion_log: ids that left the table which are remembered for deltas, of 32 bytes each on
             the device; tables that are looked up together share the memory. 0: none, and
             ``delta`` is refused.
@@ -204,8 +236,22 @@ class Dynamic:
             )
         check_at_least("sweep_steps", self.sweep_steps, 1)
         check_at_least("deletion_log", self.deletion_log, 0)
+        check_at_most("deletion_log", self.deletion_log, MAX_ROWS)
+        self._check_uses()
         if not isinstance(self.missing, HashedRows):
             object.__setattr__(self, "missing", as_missing(self.missing))
+
+    def _check_uses(self) -> None:
+        """Raise for a setting that nothing would read."""
+        ages, bounds = ("ttl_steps", "ttl_seconds"), ("max_rows", "max_bytes")
+        readers = {"clock": ("ttl_seconds",), "evict_to": bounds, "sweep_steps": (*ages, *bounds)}
+        for field in dataclasses.fields(self):
+            of_field, value = readers.get(field.name, ()), getattr(self, field.name)
+            if of_field and value != field.default and not any(getattr(self, n) for n in of_field):
+                raise ValueError(
+                    f"{field.name} must be left out without {' or '.join(of_field)}, got "
+                    f"{value!r}, which nothing would read; give one of them too"
+                )
 
     @property
     def num_hashed_rows(self) -> int:

@@ -24,7 +24,8 @@ class ScoreDecay:
         self, eviction: DecayingLFU, shapes: Sequence[TableShape], device: torch.device
     ) -> None:
         self._rate = eviction.rate
-        self._windows = SlotWindows(shapes, eviction.steps_per_decay, device)
+        steps = eviction.steps_per_decay
+        self._windows = SlotWindows(shapes, steps, device, begins_anew=False)
 
     @classmethod
     def under(

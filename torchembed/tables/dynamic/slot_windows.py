@@ -28,25 +28,37 @@ class SlotWindows:
         shapes: of the tables, in order.
         num_steps: within which each slot is visited once, at least 1.
         device: of the tables.
+        begins_anew: True if the next pass over a table begins once all of its blocks were visited,
+            so that one with few blocks is visited in every step; False if passes take
+            ``num_steps``.
 
     Attributes:
         num_steps: as given.
         tables: int64 ``[n]``: the table of each entry of a window.
     """
 
-    def __init__(self, shapes: Sequence[TableShape], num_steps: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[TableShape],
+        num_steps: int,
+        device: torch.device,
+        *,
+        begins_anew: bool,
+    ) -> None:
         self.num_steps = num_steps
         entries = []
         for slots, shape in zip(slot_ranges(shapes), shapes, strict=True):
             num_blocks = -(-shape.num_blocks // num_steps)
             length = num_blocks * shape.num_buckets * shape.num_slots
-            fixed = torch.tensor([*slots, length])
+            pass_steps = -(-shape.num_blocks // num_blocks) if begins_anew else num_steps
+            fixed = torch.tensor([*slots, length, pass_steps])
             offsets = torch.arange(length)
             entries.append(torch.cat([fixed[:, None].expand(-1, length), offsets[None]]))
         columns = torch.cat(entries, dim=1).to(device)
-        self.tables, self._firsts, self._sizes, self._lengths, self._offsets = columns
+        self.tables, self._firsts, self._sizes, self._lengths = columns[:4]
+        self._pass_steps, self._offsets = columns[4:]
 
     def at(self, epoch: Tensor) -> Window:
         """The window of ``epoch``, int64 ``[1]``. Never waits for a GPU."""
-        places = epoch % self.num_steps * self._lengths + self._offsets
+        places = epoch % self._pass_steps * self._lengths + self._offsets
         return Window(self._firsts + places % self._sizes, places < self._sizes)

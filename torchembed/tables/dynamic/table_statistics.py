@@ -110,7 +110,7 @@ class CountedTables(NamedTuple):
     tables: Mapping[str, Table | None]
     """This rank's part of each; None where it holds none. The same names on all ranks."""
     device: torch.device
-    """Of all of them."""
+    """The device of all tables."""
     group: dist.ProcessGroup | None = None
     """The ranks that share the tables; None for one."""
 

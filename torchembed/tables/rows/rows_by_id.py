@@ -85,10 +85,10 @@ def clear_ids(table: Table) -> None:
     ``table``, as if it were new. No batch may be under way."""
     contents = table.index_contents()
     none = {name: torch.zeros_like(tensor) for name, tensor in contents.items()}
-    # Rows that hold no id keep the numbers that they may have, and batches the score that is set.
+    # Rows that hold no id keep the numbers that they may have.
     none["ids"] = torch.where(contents["digests"] > 0, 0, contents["ids"])
-    if "step_score" in contents:
-        none["step_score"] = contents["step_score"].clone()
+    # What was set stays: the score of batches to come, and where a sketch counts which id.
+    none |= {n: contents[n].clone() for n in ("step_score", "sketch_keys") if n in contents}
     table.load_index_contents(none)
 
 

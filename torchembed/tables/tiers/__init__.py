@@ -13,6 +13,7 @@ from torchembed.tables.tiers.line_layout import LineLayout
 from torchembed.tables.tiers.line_moves import RecordedMoves, recording_moves
 from torchembed.tables.tiers.line_store import LINES
 from torchembed.tables.tiers.meta_rows import meta_rows_in_state_dicts
+from torchembed.tables.tiers.row_lines import padded_line_bytes
 from torchembed.tables.tiers.tiered_group import FetchedRows, TieredGroup
 
 __all__ = [
@@ -29,5 +30,6 @@ __all__ = [
     "TieredGroup",
     "host_tensor",
     "meta_rows_in_state_dicts",
+    "padded_line_bytes",
     "recording_moves",
 ]

@@ -37,10 +37,11 @@ class CacheStatistics:
     unique_misses: int
     """Distinct rows of each batch that were not in the cache when the batch was prepared."""
     conflict_misses: int
-    """Of these, the rows that found no place ahead of their step, beside those of the batch before:
-    all that the batch missed. Of tables on disk, those of batches that waited for the disk, too."""
+    """Of these, all that batches missed for which the cache had no room ahead of their step, beside
+    the batch before; of tables on disk also all that those missed of which a row was not in host
+    memory when they were prepared."""
     batches_refused: int
-    """Batches that had such rows."""
+    """Batches for which the cache had no room ahead of their step."""
     batches_fetched_late: int
     """Batches that were prepared ahead and whose rows were fetched at the beginning of their step:
     those that were refused or waited for the disk, and those that a :meth:`write_back` between two

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchembed.core.row_caches import CacheCounter
 from torchembed.ops.initialize_rows import initialize_rows
-from torchembed.ops.row_cache import RowMoves, find_cached, read_rows
+from torchembed.ops.row_cache import RowMoves, find_cached, move_rows, read_rows
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.tables.group import ConvertedRows, TableGroup
 from torchembed.tables.row_index import Admission, NewRows, RowIndex
@@ -78,20 +78,24 @@ class DiskGroup(TieredGroup):
         self.host = self._places.cache
         self._rows_on_disk = StoredRows(self.lines, self._owners)
 
+    def _make_places(self) -> None:
+        """Do nothing: :attr:`_places`, which are made with host memory, note where rows are."""
+
     def _num_places(self) -> int:
         """Rows that host memory holds.
 
         Raises:
-            ValueError: where they are fewer than those of the cache.
+            ValueError: where they are no more than those of the cache, and not all rows: nothing
+                could come once the cache is full.
         """
         num_places = sum(map(self._host_rows_of, self.tables))
         num_slots = sum(map(self._cache_rows_of, self.tables))
-        if num_places < num_slots:
+        if num_places < min(num_slots + 1, self.num_rows):
             names = ", ".join(table.spec.name for table in self.tables)
             raise ValueError(
-                f"storage of tables {names} must hold at least as many rows in host memory as in "
-                f"the cache, got {num_places} and {num_slots} rows of {self.line_bytes} bytes "
-                "with their optimizer state; enlarge host_rows or host_bytes"
+                f"storage of tables {names} must hold more rows in host memory than in the cache, "
+                f"by those of a batch, got {num_places} and {num_slots} rows of {self.line_bytes} "
+                "bytes with their optimizer state; enlarge host_rows or host_bytes"
             )
         return num_places
 
@@ -250,9 +254,16 @@ class DiskGroup(TieredGroup):
             fetched.may_be_late.logical_and_(num_lost == 0)
         return super().fetch_refused(fetched)
 
-    def _move(self, moves: RowMoves) -> None:
+    def _exchange(self, moves: RowMoves) -> None:
         written, read = map(self._places.find, (moves.written_rows, moves.read_rows))
-        super()._move(moves._replace(written_rows=written, read_rows=read))
+        moves = moves._replace(written_rows=written, read_rows=read)
+        move_rows(moves, self._cached, self._stored)
+
+    def _stored_places(self, rows: Tensor) -> Tensor:
+        return self._places.find(rows)
+
+    def _order_stored(self) -> None:
+        """Do nothing: rows are expected on disk."""
 
     def _check_unchanged(self) -> None:
         """Raise ``RuntimeError`` where a parameter was changed in place: it holds no rows."""
@@ -261,7 +272,7 @@ class DiskGroup(TieredGroup):
             names = ", ".join(table.spec.name for table in self.tables)
             raise RuntimeError(
                 f"weight of one of the tables {names} on disk was changed in place, and holds no "
-                "rows; write rows by torchembed.tables.write_rows, or load a checkpoint"
+                "rows; write rows by torchembed.checkpoints.load_rows, or load a checkpoint"
             )
         self._versions_known = versions
 
@@ -365,7 +376,7 @@ class DiskGroup(TieredGroup):
         raise TypeError(
             f"tables {names} are on disk, and {what} would hold all their rows at once; save and "
             "load them by torchembed.training.CheckpointFolder, or read and write some rows at "
-            "a time by row_chunks and write_rows of torchembed.tables"
+            "a time by model_rows and load_rows of torchembed.checkpoints"
         )
 
     def saved_lines(self) -> Path | None:

@@ -63,11 +63,20 @@ def scratch_folder(path: str | os.PathLike[str]) -> ScratchFolder:
 def _make_folder(path: Path) -> None:
     try:
         path.mkdir(exist_ok=True)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            errno.ENOENT, "path of Disk must be in a folder that exists; make it", str(path.parent)
-        ) from None
     except FileExistsError:
         raise NotADirectoryError(
             errno.ENOTDIR, "path of Disk must be a folder, and is a file; give another", str(path)
         ) from None
+    except OSError as error:
+        if error.errno == errno.ENOENT and not path.parent.exists():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "path of Disk must be in a folder that exists; make it",
+                str(path.parent),
+            ) from None
+        raise OSError(
+            error.errno,
+            "path of Disk must be a folder that can be made, and the system says "
+            f"'{error.strerror}'; give another",
+            str(path),
+        ) from error

@@ -1,6 +1,6 @@
 """Groups of tables whose rows live in the memory of the host, behind a cache on the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,11 +29,15 @@ from torchembed.tables.row_index import Admission, NewRows, SlotIndex
 from torchembed.tables.storage import rows_held
 from torchembed.tables.table import Table
 from torchembed.tables.tiers.host_memory import host_tensor
+from torchembed.tables.tiers.row_lines import row_lines
+from torchembed.tables.tiers.row_places import RowPlaces
 from torchembed.tables.tiers.slot_keys import SlotKeys
 from torchembed.tables.tiers.step_counters import new_step_counters
 
 _FILLED_ELEMENTS = 1 << 24
-"""Elements of initial rows that a GPU makes at a time."""
+"""Elements of initial rows that are made at a time."""
+_MADE_AGAIN_BYTES = 1 << 32
+"""Weights of so many bytes are not copied where they hold initial rows."""
 
 
 class FetchedRows(NamedTuple):
@@ -53,8 +57,8 @@ class FetchedRows(NamedTuple):
     num_short: Tensor | None = None
     """int64 ``[1]``: places that the memory of the host had too few, of tables on disk."""
     may_be_late: Tensor | None = None
-    """bool ``[1]``, of tables on disk: False where the rows are not brought in at all, since host
-    memory does not hold them, or the batch is not trained."""
+    """bool ``[1]``: False where the rows are not brought in at all, since the batch is not trained,
+    or, of tables on disk, host memory does not hold them. None for a batch that is trained."""
 
 
 class TieredGroup(TableGroup):
@@ -67,6 +71,9 @@ class TieredGroup(TableGroup):
     updated. A batch's rows are brought into the cache when it is admitted, and stay there until it
     is released; those that make room are written back.
 
+    A row and its optimizer state lie side by side on the host, so that ``stored_weight`` and
+    ``stored_states`` are views with gaps between their rows.
+
     Attributes:
         cache: which rows the slots of ``weight`` hold. Its counters are of rows that were written
             back, and of batches that were prepared ahead of their step.
@@ -75,13 +82,21 @@ class TieredGroup(TableGroup):
     """
 
     def __init__(
-        self, tables: Sequence[Table], stored_weight: Tensor, device: torch.device
+        self,
+        tables: Sequence[Table],
+        stored_weight: Tensor,
+        device: torch.device,
+        *,
+        keeps_weight: bool = False,
     ) -> None:
         """
         Args:
             stored_weight: ``[R, D]`` in the memory of the host.
             device: of the cache.
+            keeps_weight: whether ``stored_weight`` stays where it is, apart from the states, since
+                others use its memory.
         """
+        self._keeps_weight = keeps_weight
         self._stored_weight = stored_weight
         self._stored_states: tuple[Tensor, ...] = ()
         self._slot_keys: SlotKeys | None = None
@@ -99,6 +114,7 @@ class TieredGroup(TableGroup):
         device, weight = self.weight.device, self._stored_weight
         num_slots = sum(map(self._cache_rows_of, self.tables))
         self.cache: RowCache = empty_row_cache(self.num_rows, num_slots, device)
+        self._make_places()
         self.counters = new_step_counters(device)
         self.clock = AdmissionClock(device)
         self._slot_keys = None
@@ -109,6 +125,10 @@ class TieredGroup(TableGroup):
             for state in self._stored_states
         )
         self._was_emptied = True
+
+    def _make_places(self) -> None:
+        """Note where rows are stored: each at the place of its own number."""
+        self._row_places = RowPlaces(self.num_rows, self.weight.device)
 
     def _cache_rows_of(self, table: Table) -> int:
         storage = table.spec.storage
@@ -159,31 +179,89 @@ class TieredGroup(TableGroup):
         self.write_back()
         self.rule, self.initial_state = rule, initial_state
         shape = rule.state_shape(*self._stored_weight.shape)
-        device = self.device
-        self._stored_states = tuple(
-            host_tensor(shape, torch.float32, device).fill_(initial_state)
-            for _ in range(rule.num_states)
-        )
+        self._make_states([shape] * rule.num_states)
+        for state in self._stored_states:
+            state.fill_(initial_state)
         self._make_cache()
         self._tell_row_bytes()
-        self.step = torch.zeros(1, device=device)
+        self.step = torch.zeros(1, device=self.device)
+
+    def _make_states(self, shapes: Sequence[Sequence[int]]) -> None:
+        """Make memory for states of these shapes, side by side with the rows, which move there."""
+        device = self.device
+        if self._keeps_weight:
+            self._stored_states = tuple(
+                host_tensor(shape, torch.float32, device) for shape in shapes
+            )
+            return
+        # The tables of a group that is being formed still are in others.
+        has_tables = all(getattr(table, "group", None) is self for table in self.tables)
+        is_large = self._stored_weight.nbytes >= _MADE_AGAIN_BYTES
+        is_made_again = has_tables and is_large and self._holds_initial_rows()
+        like = self._stored_weight.to("meta")
+        if is_made_again:  # there need not be memory for all rows twice
+            self._stored_weight = self._stored_weight.new_empty(0, like.shape[1])
+            self._stored_states = ()
+            for table in self.tables:
+                table.parameter.data = self._stored_weight
+        weight, *states = row_lines(like, shapes, device)
+        if not is_made_again and not weight.is_meta:
+            weight.copy_(self._stored_weight)
+        self._stored_weight, self._stored_states = weight, tuple(states)
+        if has_tables:
+            self.point_parameters()
+        if is_made_again:
+            for table in self.tables:
+                self._fill_by_pieces(table)
+
+    def _holds_initial_rows(self) -> bool:
+        """True where every row is as :meth:`fill_initial_rows` makes it. Waits for a GPU."""
+        specs = [table.spec for table in self.tables]
+        if self.weight.is_meta or self.index.changes_on_admission:
+            return False
+        if not all(is_function_of_id(spec.initializer) for spec in specs):
+            return False
+        for table in self.tables:
+            rows = self.table_rows(self._stored_weight.detach(), table)
+            for first, made in self._initial_pieces(table):
+                if not torch.equal(rows[first : first + len(made)].to(made.device), made):
+                    return False
+        return True
+
+    def _initial_pieces(self, table: Table) -> Iterator[tuple[int, Tensor]]:
+        """The number of the first of some consecutive rows of ``table``, and their initial values
+        ``[n, D]`` on the device, in memory of the next ones; all rows, one after the other."""
+        row_ids, num_columns = self.row_ids(table), self.weight.shape[1]
+        num_rows = max(_FILLED_ELEMENTS // max(num_columns, 1), 1)
+        made = self.weight.new_empty(min(num_rows, table.num_rows), num_columns)
+        for first in range(0, table.num_rows, num_rows):
+            of_piece = row_ids[first : min(first + num_rows, table.num_rows)]
+            piece = made[: len(of_piece)]
+            table.fill_rows(piece, of_piece)
+            yield first, piece
+
+    def _fill_by_pieces(self, table: Table) -> None:
+        weight = self.table_rows(self._stored_weight.detach(), table)
+        for first, piece in self._initial_pieces(table):
+            # A copy from a GPU to lines, between which there is space, goes through memory of the
+            # host that is not locked.
+            slots = torch.arange(len(piece), dtype=torch.int32, device=piece.device)
+            written = first + slots.long()
+            count = torch.full((1,), len(piece), device=piece.device)
+            moves = RowMoves(slots, written, torch.full_like(written, -1), count)
+            move_rows(moves, [piece], [weight])
+        if weight.is_cpu and self.weight.is_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
 
     @torch.no_grad()
     def fill_initial_rows(self, table: Table) -> None:
         """As the overridden method; on a GPU, which is faster and gives the bits that it gives
         tables on the device."""
-        weight = table.parameter.data
         if self.device.type != "cuda" or not is_function_of_id(table.spec.initializer):
             super().fill_initial_rows(table)
             return
         self.write_back()
-        row_ids, num_rows = self.row_ids(table), max(_FILLED_ELEMENTS // weight.shape[1], 1)
-        made = weight.new_empty(num_rows, weight.shape[1], device=self.device)
-        for first in range(0, table.num_rows, num_rows):
-            of_piece = row_ids[first : min(first + num_rows, table.num_rows)]
-            piece = made[: len(of_piece)]
-            table.fill_rows(piece, of_piece)
-            weight[first : first + len(of_piece)].copy_(piece)
+        self._fill_by_pieces(table)
         self.forget_cached()
 
     def check_convertible(self, convert: Callable[[Tensor], Tensor]) -> None:
@@ -210,14 +288,15 @@ class TieredGroup(TableGroup):
     def convert(self, rows: ConvertedRows) -> None:
         was_meta, (weight, device) = self._stored_weight.is_meta, rows
         states = self._stored_states
+        is_moved = weight is not self._stored_weight
         self._stored_weight = weight
-        if self.device != device:
-            self._stored_states = tuple(
-                host_tensor(state.shape, state.dtype, device) for state in states
-            )
-            if not was_meta and device.type != "meta":
-                for new, old in zip(self._stored_states, states, strict=True):
+        if is_moved and states and not was_meta:
+            shapes = [state.shape for state in states]
+            weight, *made = row_lines(weight, shapes, device)
+            if device.type != "meta":
+                for new, old in zip((weight, *made), (self._stored_weight, *states), strict=True):
                     new.copy_(old)
+            self._stored_weight, self._stored_states = weight, tuple(made)
         self.weight = weight.new_empty(1, weight.shape[1], device=device)
         for table in self.tables:
             table.cache_device = device
@@ -234,12 +313,13 @@ class TieredGroup(TableGroup):
         self,
         slots: SlotIndex,
         features: SparseFeatures,
-        rows: Tensor,
+        rows: Tensor | None,
         is_valid: Tensor | None = None,
         admission: Admission | None = None,
     ) -> Tensor:
         if self.index.changes_on_admission:
             return super().admit(slots, features, rows, is_valid, admission)
+        assert rows is not None
         self.num_forward_admissions += admission is None or admission.epoch is None
         return rows
 
@@ -250,7 +330,7 @@ class TieredGroup(TableGroup):
         initialize_rows(
             self._stored[0],
             self._stored_states,
-            torch.where(slots < 0, new.rows, -1),
+            torch.where(slots < 0, self._stored_places(new.rows), -1),
             new.ids,
             new.tables,
             self.initial_values,
@@ -293,7 +373,8 @@ class TieredGroup(TableGroup):
     def _bring_in(self, fetched: FetchedRows, admission: Admission) -> FetchedRows:
         """Bring the rows of a batch in that is admitted."""
         counters = self._counters_of(admission)
-        return fetched._replace(num_refused=self._claim(fetched, admission.is_trained, counters))
+        num_refused = self._claim(fetched, admission.is_trained, counters)
+        return fetched._replace(num_refused=num_refused, may_be_late=admission.is_trained)
 
     def _counters_of(self, admission: Admission) -> Tensor:
         """The counters of a batch, which is prepared ahead or not."""
@@ -311,10 +392,12 @@ class TieredGroup(TableGroup):
         """
         is_late = (fetched.num_refused > 0) | (fetched.num_emptied != self._num_emptied)
         # Another pipeline over the tables may have made room of the batch's rows.
-        slots = self.placed_rows(fetched.unique_rows)
-        is_late |= ((slots < 0) & (fetched.unique_rows >= 0)).any(0, keepdim=True)
+        slots = find_cached(self.cache.slot_of_row, fetched.unique_rows, num_rows=fetched.num_rows)
+        is_late |= (slots >= 0).sum(0, keepdim=True) < fetched.num_rows
         if fetched.may_be_late is not None:
             is_late = is_late & fetched.may_be_late
+        # Or have let go of them, so that the next batch could take their places.
+        is_late |= self.clock.renew(fetched.epoch, fetched.may_be_late)
         self.counters.late_batches.add_(is_late)
         num_refused = self._claim(fetched, is_late, self.counters.late)
         # Who looks the batch up once more, to compare, finds its rows there.
@@ -334,15 +417,26 @@ class TieredGroup(TableGroup):
             released=self.clock.released,
             is_trained=is_trained,
         )
-        self._move(claim.moves)
+        self._exchange(claim.moves)
         if self._slot_keys is not None:
             slots = self.placed_rows(fetched.unique_rows)
             self._slot_keys.note(slots, fetched.unique_rows, super().rounding_keys)
         return claim.num_refused
 
-    def _move(self, moves: RowMoves) -> None:
-        """Move rows between the cache and where they are stored."""
-        move_rows(moves, self._cached, self._stored)
+    def _exchange(self, moves: RowMoves) -> None:
+        """Bring rows into the cache for those that make room of them."""
+        move_rows(self._row_places.exchanged(moves), self._cached, self._stored)
+
+    def _write_dirty(self) -> None:
+        """Write the rows of the cache that were trained since they were read to where they are
+        stored."""
+        moves = dirty_moves(self.cache)
+        written = self._stored_places(moves.written_rows)
+        move_rows(moves._replace(written_rows=written), self._cached, self._stored)
+
+    def _stored_places(self, rows: Tensor) -> Tensor:
+        """Where in :attr:`_stored` each of ``rows`` lies, -1 for row -1."""
+        return self._row_places.find(rows)
 
     def _check_unchanged(self) -> None:
         """Empty the cache where weights were changed in place, and it holds nothing that was
@@ -374,11 +468,16 @@ class TieredGroup(TableGroup):
         in the cache. Waits for a GPU."""
         if self.weight.is_meta or not self.cache.is_dirty.any():
             return
-        self._move(dirty_moves(self.cache))
+        self._write_dirty()
         # Those of batches that were prepared ahead are still to be trained.
         self.cache.is_dirty.copy_(self.cache.last_use > self.clock.released)
         if self.weight.is_cuda:
             torch.cuda.current_stream(self.device).synchronize()
+        self._order_stored()
+
+    def _order_stored(self) -> None:
+        """Bring each row to where it is expected in :attr:`stored_weight`. Waits for a GPU."""
+        self._row_places.restore(self._stored)
 
     def forget_cached(self) -> None:
         """Empty the cache without writing its rows anywhere. Never waits for a GPU."""
@@ -400,8 +499,13 @@ class TieredGroup(TableGroup):
         self.clock.release_forwards()
 
     def placed_runs(self, runs: Runs) -> Runs:
-        slots = find_cached(self.cache.slot_of_row, runs.unique_rows)
-        return runs._replace(unique_rows=torch.where(slots < 0, self.weight.shape[0] - 1, slots))
+        slots = find_cached(
+            self.cache.slot_of_row,
+            runs.unique_rows,
+            num_rows=runs.num_runs,
+            no_slot=self.weight.shape[0] - 1,
+        )
+        return runs._replace(unique_rows=slots)
 
     def placed_rows(self, rows: Tensor) -> Tensor:
         """The slot ``[L]`` of ``weight`` that holds each of ``rows``; -1 for row -1, and for rows
@@ -411,4 +515,5 @@ class TieredGroup(TableGroup):
     def gathered_rows(self, rows: Tensor) -> Tensor:
         """``[L, D]``: a copy of each of ``rows``, wherever it is; zeros for row -1. Changes
         nothing."""
-        return read_rows(self.weight[:-1], self._stored[0], self.placed_rows(rows), rows)
+        slots, places = self.placed_rows(rows), self._stored_places(rows)
+        return read_rows(self.weight[:-1], self._stored[0], slots, places)
