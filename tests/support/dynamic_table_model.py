@@ -58,7 +58,7 @@ class ModelledModule:
         device: torch.device,
         storage: HostMemory | None = None,
     ) -> None:
-        assert dynamic.sweep_steps == 1
+        assert dynamic.ttl_steps is None or dynamic.sweep_steps == 1
         self.universe, self.dynamic, self.device = universe, dynamic, device
         self._make_optimizer, self._storage = make_optimizer, storage
         self._is_sgd = make_optimizer is torchembed.optim.SGD
@@ -247,7 +247,7 @@ class ModelledModule:
         self.tables[number].step_score = score
 
     def assign_scores(self, number: int, places: Ints, scores: Ints) -> None:
-        """Of several scores of an id the greatest holds."""
+        """Give ids scores; the greatest of several for one id holds."""
         self.num_operations += len(places)
         ids, held = torch.from_numpy(self.universe[places]), self.tables[number].held
         self.module.assign_scores(ids, torch.from_numpy(scores), table=NAMES[number])

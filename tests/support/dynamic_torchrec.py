@@ -71,7 +71,7 @@ class Model(nn.Module):
 
 class Case(NamedTuple):
     placements: Sequence[str]
-    """Of the tables a, b and c."""
+    """Those of the tables a, b and c."""
     is_sequence: bool = False
     is_weighted: bool = False
     is_fixed: bool = False

@@ -42,7 +42,8 @@ def unpooled(name: str, num_rows: int, keys: tuple[str, ...]) -> torchembed.Embe
 
 
 class Model(nn.Module):
-    """Of histories, of which a subclass makes a vector for each sample, pooled tags, and items."""
+    """A logit from histories, which a subclass makes a vector of for each sample, from pooled tags
+    and from items."""
 
     longest = LONGEST
 

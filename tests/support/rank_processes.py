@@ -23,9 +23,9 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 NUM_TEMPLATES = 2
-IMPORTED = ("torch._dynamo", "torchembed.training")
-"""Modules that ranks find imported. Nothing that asks for GPUs, which no process can use that was
-forked from one that did."""
+IMPORTED = ("torch._dynamo", "torchembed.training", "pytest")
+"""Modules that ranks find imported, of which modules of tests import pytest. Nothing that asks for
+GPUs, which no process can use that was forked from one that did."""
 LOOK_SECONDS = 0.5
 """How often a template looks for a rank that ended while a child of it holds its pipe open."""
 

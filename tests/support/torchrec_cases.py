@@ -1,6 +1,7 @@
 """Optimizers, placements and variants to train TorchRec's models with, and what is logged."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,19 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         ADAM: torch.optim.Adam,
     }
     return classes[name]
+
+
+def optimize_in_backward(
+    module: torch.nn.Module, optimizer: type[torch.optim.Optimizer], lr: float
+) -> None:
+    """Give the parameters of ``module`` an optimizer of that class in backward, as TorchRec has
+    it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own
+        from torch.distributed.optim import (
+            _apply_optimizer_in_backward,  # type: ignore[attr-defined]
+        )
+    _apply_optimizer_in_backward(optimizer, module.parameters(), {"lr": lr})
 
 
 MIXED: dict[str, Any] = {

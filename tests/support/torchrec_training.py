@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 import torchrec
 from torch import Tensor, nn
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -21,7 +22,13 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import CacheParams, ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.types import (
+    CacheParams,
+    KeyValueParams,
+    ShardingEnv,
+    ShardingPlan,
+    ShardingType,
+)
 from torchrec.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
@@ -33,6 +40,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.support.tolerance import NUDGE_UNITS
 from torchembed.integrations import torchrec as ours
+from torchembed.tables import Storage
 
 DIM = 16
 NUM_DENSE = 4
@@ -100,6 +108,15 @@ def plan_of(
     return ShardingPlan(plan={"sparse": plan})
 
 
+def config_kind(kind: type, storage: Storage | None) -> Callable[..., Any]:
+    """TorchRec's ``kind`` of configs, or ours of that name with a ``storage``."""
+    return (
+        kind
+        if storage is None
+        else functools.partial(getattr(ours, kind.__name__), storage=storage)
+    )
+
+
 class Bags(nn.Module):
     """Pooled vectors and dense features to one logit."""
 
@@ -111,13 +128,14 @@ class Bags(nn.Module):
         dims: Mapping[str, int],
         data_type: DataType,
         tables: Sequence[str],
+        storages: Mapping[str, Storage],
     ) -> None:
         super().__init__()
         self.sparse = torchrec.EmbeddingBagCollection(
             device=torch.device("meta"),
             is_weighted=is_weighted,
             tables=[
-                EmbeddingBagConfig(
+                config_kind(EmbeddingBagConfig, storages.get(name))(
                     name=name,
                     num_embeddings=rows,
                     embedding_dim=dims.get(name, DIM),
@@ -143,12 +161,12 @@ class Bags(nn.Module):
 class Sequences(nn.Module):
     """The same from a vector for each id, which are then summed."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, *, storages: Mapping[str, Storage], **_: Any) -> None:
         super().__init__()
         self.sparse = torchrec.EmbeddingCollection(
             device=torch.device("meta"),
             tables=[
-                EmbeddingConfig(
+                config_kind(EmbeddingConfig, storages.get(name))(
                     name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=FEATURES[name]
                 )
                 for name, rows in TABLES.items()
@@ -272,12 +290,15 @@ def make_run(
     tables: Sequence[str] = tuple(TABLES),
     kernels: Mapping[str, str] | None = None,
     cache: CacheParams | None = None,
+    key_value: KeyValueParams | None = None,
+    storages: Mapping[str, Storage] | None = None,
 ) -> Run:
     """A model that begins alike whosever sharders it has.
 
     Args:
         kernels: compute kernels of tables, by name; the plan's own for others.
-        cache: of the tables in ``kernels``.
+        cache, key_value: of the tables in ``kernels``.
+        storages: of tables whose configs have one, by name.
     """
     torch.manual_seed(7)
     kind = Sequences if is_sequence else Bags
@@ -289,6 +310,7 @@ def make_run(
         dims=dims or {},
         data_type=data_type,
         tables=tables,
+        storages=storages or {},
     )
     model.over.to(device)
     _apply_optimizer_in_backward(optimizer, model.sparse.parameters(), dict(settings))
@@ -302,6 +324,7 @@ def make_run(
     for name, kernel in (kernels or {}).items():
         plan.plan["sparse"][name].compute_kernel = kernel  # type: ignore[index]
         plan.plan["sparse"][name].cache_params = cache  # type: ignore[index]
+        plan.plan["sparse"][name].key_value_params = key_value  # type: ignore[index]
     sharded = DistributedModelParallel(
         model,
         env=env,
@@ -342,7 +365,7 @@ def _begin_alike(model: nn.Module) -> None:
         if not name.startswith("sparse."):
             continue
         rows = (torch.rand(value.size(), generator=generator) - 0.5) * 0.2
-        if isinstance(value, torch.distributed._shard.sharded_tensor.ShardedTensor):
+        if isinstance(value, ShardedTensor):
             for shard in value.local_shards():
                 place = zip(shard.metadata.shard_offsets, shard.tensor.shape, strict=True)
                 shard.tensor.copy_(rows[tuple(slice(o, o + n) for o, n in place)])

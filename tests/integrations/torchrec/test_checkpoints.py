@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.torchrec_states import described, whole_state
+
 BEFORE, AFTER = ["table_wise", "column_wise"], ["row_wise", "table_wise"]
 """Placements of tables where a checkpoint is saved, and where it is loaded."""
 
@@ -33,49 +35,6 @@ def state_of(run: Any) -> dict[str, Any]:
     return {"model": run.model.state_dict(), "optimizer": run.model.fused_optimizer.state_dict()}
 
 
-def described(value: Any) -> Any:
-    """A state dict with what its leaves are in place of them."""
-    if isinstance(value, dict):
-        return {name: described(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [described(part) for part in value]
-    form = tuple(value.size()) if hasattr(value, "size") else value
-    return type(value).__name__, str(getattr(value, "dtype", None)), str(form)
-
-
-def elements(state: Any, name: str = "") -> dict[str, dict[Any, float]]:
-    """The parts of a state's tensors on this rank: by name, each element by where it is."""
-    if isinstance(state, dict):
-        found: dict[str, dict[Any, float]] = {}
-        for key, part in state.items():
-            found |= elements(part, f"{name}/{key}")
-        return found
-    if hasattr(state, "local_shards"):
-        parts = [(shard.metadata.shard_offsets, shard.tensor) for shard in state.local_shards()]
-    elif isinstance(state, torch.Tensor):
-        parts = [([0] * state.dim(), state)]
-    else:
-        return {}
-    return {
-        name: {
-            tuple(o + i for o, i in zip(offsets, index, strict=True)): float(part[tuple(index)])
-            for offsets, part in parts
-            for index in torch.ones(part.shape).nonzero().tolist()
-        }
-    }
-
-
-def whole_state(state: Any) -> dict[str, dict[Any, float]]:
-    """The elements that all ranks hold together; a rank knows the state of its own tables only."""
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, elements(state))
-    merged: dict[str, dict[Any, float]] = {}
-    for found in of_ranks:
-        for name, part in found.items():
-            merged.setdefault(name, {}).update(part)
-    return merged
-
-
 def everything_on_the_cpu() -> dict[str, list[float]]:
     """On a rank: what :func:`across` gives for a folder of the first one."""
     with tempfile.TemporaryDirectory() as own:
@@ -96,12 +55,12 @@ def across(folder: str) -> dict[str, list[float]]:
         saved = make(saver, BEFORE)
         saved.steps(0, 4)
         states[saver] = described(state_of(saved))
-        dcp.save(state_of(saved), checkpoint_id=str(Path(folder) / saver))
+        dcp.save(state_of(saved), checkpoint_id=str(Path(folder) / saver))  # type: ignore[attr-defined]
         for loader in ("theirs", "ours"):
             loaded = make(loader, AFTER)
             loaded.steps(9, 10)  # state that must go
             state = state_of(loaded)
-            dcp.load(state, checkpoint_id=str(Path(folder) / saver))
+            dcp.load(state, checkpoint_id=str(Path(folder) / saver))  # type: ignore[attr-defined]
             loaded.model.load_state_dict(state["model"])
             loaded.model.fused_optimizer.load_state_dict(state["optimizer"])
             for part in ("model", "optimizer"):

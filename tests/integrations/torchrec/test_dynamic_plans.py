@@ -144,7 +144,11 @@ def config(**arguments: Any) -> Any:
             TypeError,
             "initializer of table item must be Uniform, Normal or Constant",
         ),
-        (lambda: config(initializer=Normal()), ValueError, "unless the table is dynamic"),
+        (
+            lambda: config(initializer=Normal()),
+            ValueError,
+            "initializer of table item must be None unless",
+        ),
         (
             lambda: config(dynamic=Dynamic(initial_capacity=4)),
             ValueError,

@@ -16,7 +16,7 @@ MAX_IDS = 4
 
 
 class Answers(NamedTuple):
-    """Of TorchRec's kernels or of ours."""
+    """Results of TorchRec's kernels or of ours."""
 
     vectors: list[np.ndarray]
     weights: np.ndarray

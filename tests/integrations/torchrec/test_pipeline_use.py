@@ -339,7 +339,7 @@ def ranks(cpu_answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 NUM_STEPS = {"evaluated": 12, "iterators": 9, "no data parallel": 6}
-"""Of what is compared in numbers."""
+"""Steps of the uses that are compared in numbers."""
 
 
 @pytest.mark.parametrize("name", NUM_STEPS)

@@ -10,8 +10,8 @@ from torchembed.integrations.torchrec.configs import EmbeddingBagConfig, Embeddi
 from torchembed.integrations.torchrec.held_tables import DynamicTable, dynamic_tables
 from torchembed.integrations.torchrec.install import install, uninstall
 from torchembed.integrations.torchrec.pipeline.train_pipeline import TrainPipeline
-from torchembed.integrations.torchrec.planner.dynamic_planning import plan_dynamic_tables
-from torchembed.integrations.torchrec.planner.host_planning import plan_host_tables
+from torchembed.integrations.torchrec.planner.own_tables import plan_own_tables
+from torchembed.integrations.torchrec.planner.storage_planning import plan_stored_tables
 from torchembed.integrations.torchrec.sharded.sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
@@ -32,5 +32,5 @@ __all__ = [
     "uninstall",
 ]
 
-plan_dynamic_tables()
-plan_host_tables()
+plan_own_tables()
+plan_stored_tables()

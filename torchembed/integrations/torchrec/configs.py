@@ -1,4 +1,5 @@
-"""TorchRec's configs of tables with one field more: what makes a table dynamic."""
+"""TorchRec's configs of tables with fields more: what makes a table dynamic, and where its rows
+live."""
 
 import dataclasses
 
@@ -6,11 +7,22 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig as TorchrecBag
 from torchrec.modules.embedding_configs import EmbeddingConfig as TorchrecConfig
 
 from torchembed.modules import configs
-from torchembed.modules.configs import as_config, check_dynamic, dtype_of, initializer_of
-from torchembed.tables import Dynamic, Initializer
+from torchembed.modules.configs import (
+    as_config,
+    check_dynamic,
+    check_storage,
+    dtype_of,
+    initializer_of,
+)
+from torchembed.tables import Disk, Dynamic, Initializer, Storage
 
 
 def _check(config: "EmbeddingBagConfig | EmbeddingConfig") -> None:
+    if config.dynamic is not None and config.storage is not None:
+        raise ValueError(
+            f"storage of dynamic table {config.name} must be None under TorchRec, got "
+            f"{config.storage}; leave it out, or take torchembed's own EmbeddingBagCollection"
+        )
     if config.dynamic is not None:
         check_dynamic(
             f"table {config.name}",
@@ -31,16 +43,18 @@ def _check(config: "EmbeddingBagConfig | EmbeddingConfig") -> None:
                 f"TorchRec, got {config.dynamic.max_rows} and {config.dynamic.max_bytes}; leave "
                 "them out, and choose num_embeddings by the rows that there may be"
             )
-    elif config.initializer is not None:
+    elif config.initializer is not None and not isinstance(config.storage, Disk):
         raise ValueError(
-            f"initializer of table {config.name} must be None unless the table is dynamic; give "
-            "init_fn, or dynamic=Dynamic()"
+            f"initializer of table {config.name} must be None unless the table is dynamic or on "
+            "disk; give init_fn, dynamic=Dynamic() or storage=Disk(...)"
         )
+    check_storage(f"table {config.name}", config.storage, None, initializer_of(config))
 
 
 @dataclasses.dataclass
 class EmbeddingBagConfig(TorchrecBagConfig):
-    """One table of TorchRec's ``EmbeddingBagCollection``, which may be dynamic.
+    """One table of TorchRec's ``EmbeddingBagCollection``, which may be dynamic, or elsewhere than
+    on the device.
 
     ``num_embeddings`` of a dynamic table is its capacity: ids are any 64-bit integers, and get rows
     as training meets them. Other fields are TorchRec's.
@@ -49,8 +63,11 @@ class EmbeddingBagConfig(TorchrecBagConfig):
     dynamic: Dynamic | None = None
     """None for a table with a row for each number, as TorchRec's own config has it."""
     initializer: Initializer | None = None
-    """``Uniform``, ``Normal`` or ``Constant``, for the rows of a dynamic table; None: uniform, as
-    ``weight_init_min`` and ``weight_init_max`` say."""
+    """``Uniform``, ``Normal`` or ``Constant``, for the rows of a table that is dynamic or on disk;
+    None: uniform, as ``weight_init_min`` and ``weight_init_max`` say."""
+    storage: Storage | None = None
+    """``HostMemory`` or ``Disk``, with the cache of each rank, of a table that is not dynamic; None
+    where the plan's compute kernel says where its rows live."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,12 +80,14 @@ class EmbeddingBagConfig(TorchrecBagConfig):
 
 @dataclasses.dataclass
 class EmbeddingConfig(TorchrecConfig):
-    """One table of TorchRec's ``EmbeddingCollection``, which may be dynamic as that of an
+    """One table of TorchRec's ``EmbeddingCollection``, with the choices of an
     :class:`EmbeddingBagConfig`."""
 
     dynamic: Dynamic | None = None
     """As in :class:`EmbeddingBagConfig`."""
     initializer: Initializer | None = None
+    """As in :class:`EmbeddingBagConfig`."""
+    storage: Storage | None = None
     """As in :class:`EmbeddingBagConfig`."""
 
     def __post_init__(self) -> None:

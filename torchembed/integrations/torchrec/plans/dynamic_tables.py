@@ -9,12 +9,13 @@ from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ParameterSharding, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchembed.integrations.torchrec.configs import EmbeddingBagConfig, EmbeddingConfig
+from torchembed.integrations.torchrec.plans.placements import check_placement
+from torchembed.integrations.torchrec.plans.table_configs import table_configs
 from torchembed.integrations.torchrec.versions import C, with_configs
 from torchembed.tables import HashFactory, IndexFactory, TableSpec
 
@@ -23,15 +24,6 @@ DynamicConfig = EmbeddingBagConfig | EmbeddingConfig
 
 PARAMETER = "torchembed_dynamic"
 """Name under which the settings of dynamic tables are among a kernel's ``fused_params``."""
-
-SHARDING_TYPES = (
-    ShardingType.TABLE_WISE.value,
-    ShardingType.COLUMN_WISE.value,
-    ShardingType.TABLE_COLUMN_WISE.value,
-    ShardingType.ROW_WISE.value,
-    ShardingType.TABLE_ROW_WISE.value,
-)
-"""Sharding types that a dynamic table may have."""
 
 BY_ROW = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
 """Sharding types under which a hash of an id chooses one of the ranks that share the rows."""
@@ -59,31 +51,12 @@ def is_dynamic(config: BaseEmbeddingConfig) -> TypeGuard[DynamicConfig]:
 
 def dynamic_configs(module: nn.Module) -> dict[str, DynamicConfig]:
     """The configs of the dynamic tables of an unsharded collection of TorchRec's, by name."""
-    configs: Sequence[BaseEmbeddingConfig] = ()
-    if isinstance(module, EmbeddingBagCollection):
-        configs = module.embedding_bag_configs()
-    elif isinstance(module, EmbeddingCollection):
-        configs = module.embedding_configs()
-    return {config.name: config for config in configs if is_dynamic(config)}
+    return {config.name: config for config in table_configs(module) if is_dynamic(config)}
 
 
-def unsupported_placement(sharding_type: str, compute_kernel: str) -> str | None:
-    """The part of a placement that a dynamic table may not have; None where it may be placed so."""
-    if sharding_type not in SHARDING_TYPES:
-        return f"sharding type {sharding_type}"
-    if compute_kernel != EmbeddingComputeKernel.FUSED.value:
-        return f"compute kernel {compute_kernel}"
-    return None
-
-
-def refuse_placement(name: str, reason: str) -> None:
-    """Raise the error of a plan, or constraints, for a dynamic table."""
-    raise ValueError(
-        f"dynamic table {name} must have one of the sharding types {', '.join(SHARDING_TYPES)} and "
-        f"compute kernel {EmbeddingComputeKernel.FUSED.value}, got {reason}; give the planner "
-        "ParameterConstraints of the table with such sharding_types and compute_kernels, or none, "
-        "and the table an optimizer in backward"
-    )
+def described(name: str) -> str:
+    """A dynamic table, in errors."""
+    return f"dynamic table {name}"
 
 
 def rounded_rows(
@@ -130,9 +103,7 @@ def with_rounded_rows(
     params, num_rows = dict(params), dict[str, int]()
     for name, config in dynamic.items():
         sharding = params[name]
-        reason = unsupported_placement(sharding.sharding_type, sharding.compute_kernel)
-        if reason is not None:
-            refuse_placement(name, reason)
+        check_placement(described(name), sharding.sharding_type, sharding.compute_kernel)
         params[name] = _rounded_sharding(sharding, config)
         shards = cast("EnumerableShardingSpec", params[name].sharding_spec).shards
         num_rows[name] = max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards)

@@ -9,7 +9,6 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
-from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_configs import DataType, data_type_to_sparse_type
 
 from torchembed.tables import HostMemory
@@ -79,25 +78,29 @@ def unsupported_cache(fused_params: Mapping[str, Any], data_type: DataType) -> s
     return None
 
 
-def planned_storage(sharding: ParameterSharding, num_rows: int) -> HostMemory | None:
-    """The storage of a table whose largest part has ``num_rows``, by TorchRec's plan of it; None
-    for the device. Tables that share a cache give each other room beyond it."""
-    if sharding.compute_kernel not in IN_HOST_MEMORY:
-        return None
-    params = sharding.cache_params
-    factor = None if params is None else params.load_factor
-    return shared_cache([num_rows], [factor or DEFAULT_LOAD_FACTOR])
-
-
-def shared_cache(num_rows: Sequence[int], load_factors: Sequence[float]) -> HostMemory:
-    """The storage of tables that share a cache, which has a slot for the part of each one's rows
-    that ``load_factors`` say, up to one more for each table: equal for all, as sharing asks."""
-    wanted = sum(
+def cached_rows(num_rows: Sequence[int], load_factors: Sequence[float]) -> int:
+    """The slots of a cache for the part of each table's rows that ``load_factors`` say."""
+    return sum(
         math.ceil(rows * factor) for rows, factor in zip(num_rows, load_factors, strict=True)
     )
-    cache_rows = bisect.bisect_left(
+
+
+def shared_rows(num_rows: Sequence[int], wanted: int) -> int:
+    """The rows of each table, equal for all, as sharing a storage asks, that are ``wanted`` rows of
+    all together, up to one more for each table.
+
+    Args:
+        num_rows: of each table, of which it gives no more.
+    """
+    of_each = bisect.bisect_left(
         range(max(num_rows, default=0)),
         wanted,
         key=lambda of_each: sum(min(of_each, rows) for rows in num_rows),
     )
-    return HostMemory(cache_rows=max(cache_rows, 1))
+    return max(of_each, 1)
+
+
+def shared_cache(num_rows: Sequence[int], load_factors: Sequence[float]) -> HostMemory:
+    """The storage of tables that share a cache, which has a slot for the part of each one's rows
+    that ``load_factors`` say, up to one more for each table."""
+    return HostMemory(cache_rows=shared_rows(num_rows, cached_rows(num_rows, load_factors)))

@@ -13,7 +13,12 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchembed.core.types import OptimizerKind
-from torchembed.integrations.torchrec.plans import dynamic_tables, host_memory
+from torchembed.integrations.torchrec.plans import (
+    disk,
+    dynamic_tables,
+    given_storages,
+    host_memory,
+)
 from torchembed.integrations.torchrec.tables.fused_tables import UpdateSettings
 from torchembed.integrations.torchrec.versions import unsupported_table_setting
 from torchembed.ops.rowwise_update import UpdateRule
@@ -44,7 +49,7 @@ _USED = frozenset(
     (
         *("optimizer", "learning_rate", "eps", "beta1", "beta2", "weight_decay"),
         *("weight_decay_mode", "stochastic_rounding", "output_dtype", "bounds_check_mode"),
-        *(dynamic_tables.PARAMETER, host_memory.PARAMETER),
+        *(dynamic_tables.PARAMETER, given_storages.PARAMETER, host_memory.PARAMETER),
     )
 )
 _NOTHING_TO_DO = frozenset(
@@ -105,7 +110,9 @@ def _decays(fused_params: FusedParams) -> bool:
     )
 
 
-def _unsupported_fused_params(fused_params: FusedParams, on_cpu: bool) -> str | None:
+def _unsupported_fused_params(
+    fused_params: FusedParams, on_cpu: bool, *, on_disk: bool
+) -> str | None:
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     if optimizer not in OPTIMIZERS:
         return f"its optimizer is {optimizer}"
@@ -122,6 +129,8 @@ def _unsupported_fused_params(fused_params: FusedParams, on_cpu: bool) -> str | 
     for name, value in fused_params.items():
         if name in _USED or name in _NOTHING_TO_DO or name == "max_gradient":
             continue  # FBGEMM reads max_gradient only under gradient_clipping
+        if on_disk and name in disk.SETTINGS:
+            continue
         if name not in _ONLY_AS or value != _ONLY_AS[name]:
             return f"its fused_params have {name} = {value}"
     return None
@@ -152,6 +161,7 @@ def unsupported_collection(
         EmbeddingComputeKernel.FUSED.value,
         EmbeddingComputeKernel.DENSE.value,
         *host_memory.IN_HOST_MEMORY,
+        disk.ON_DISK,
     }
     for name, sharding in params.items():
         if sharding.sharding_type not in SHARDING_TYPES:
@@ -169,11 +179,13 @@ def unsupported_collection(
         if setting is not None:
             return f"table {config.name} has {setting}"
         fused_params = info.fused_params or {}
-        reason = _unsupported_fused_params(
-            fused_params, on_cpu=device is not None and device.type == "cpu"
-        )
-        if reason is None and info.param_sharding.compute_kernel in host_memory.IN_HOST_MEMORY:
+        kernel = info.param_sharding.compute_kernel
+        on_cpu = device is not None and device.type == "cpu"
+        reason = _unsupported_fused_params(fused_params, on_cpu, on_disk=kernel == disk.ON_DISK)
+        if reason is None and kernel in host_memory.IN_HOST_MEMORY:
             reason = host_memory.unsupported_cache(fused_params, config.data_type)
+        elif reason is None and kernel == disk.ON_DISK:
+            reason = disk.unsupported_disk(fused_params, config.data_type)
         if reason is not None:
             return f"table {config.name}: {reason}"
     return None

@@ -1,7 +1,9 @@
 """The base of TorchRec's two sharded collections over torchembed's tables."""
 
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -10,7 +12,7 @@ from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
@@ -19,17 +21,21 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from torchembed.integrations.torchrec.plans.disk import note_disk
 from torchembed.integrations.torchrec.plans.dynamic_tables import is_dynamic, note_settings
-from torchembed.integrations.torchrec.plans.host_memory import note_host_memory, planned_storage
+from torchembed.integrations.torchrec.plans.given_storages import note_given_storages
+from torchembed.integrations.torchrec.plans.host_memory import note_host_memory
 from torchembed.integrations.torchrec.plans.settings import output_dtype
+from torchembed.integrations.torchrec.plans.storages import initializers_on_disk, storages
 from torchembed.integrations.torchrec.sharded.hashed_ids import with_hashed_ids
 from torchembed.integrations.torchrec.sharded.index_state import IndexedTables, keep_in_state
 from torchembed.integrations.torchrec.sharded.kernels import Kernel
 from torchembed.integrations.torchrec.sharded.lookups import PooledLookup, SequenceLookup
 from torchembed.integrations.torchrec.tables.batched_tables import BatchedTables
+from torchembed.integrations.torchrec.tables.disk_tables import DiskTables
 from torchembed.integrations.torchrec.versions import Sharding, grouped_configs
 from torchembed.sharding.planning.plan import Placement, Shard, TablePlan
-from torchembed.tables import Table
+from torchembed.tables import Storage, Table
 
 
 class CollectionBase(ShardedEmbeddingModule[Any, Any, Any, Any]):
@@ -61,14 +67,48 @@ class CollectionBase(ShardedEmbeddingModule[Any, Any, Any, Any]):
         every_info = list(itertools.chain(*infos.values()))
         note_settings(every_info, module)
         note_host_memory(every_info)
+        note_disk(every_info, module)
+        note_given_storages(every_info, module)
         return infos
 
     def reset_parameters(self) -> None:
         """Give all rows their initial values again."""
-        super().reset_parameters()  # type: ignore[misc]
+        with self._disk_tables_as(EmbeddingComputeKernel.KEY_VALUE):
+            super().reset_parameters()  # type: ignore[misc]
         for tables in self.tables:
             if tables.dynamic_rows is not None:
                 tables.dynamic_rows.reset()
+            elif isinstance(tables, DiskTables):
+                tables.reset_rows()
+
+    def _initialize_torch_state(self, *arguments: Any, **settings: Any) -> None:
+        # TorchRec takes snapshots of its own tables on disk for state dicts; ours are tensors, as
+        # those of other kernels are.
+        with self._disk_tables_as(EmbeddingComputeKernel.FUSED):
+            super()._initialize_torch_state(*arguments, **settings)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _disk_tables_as(self, kernel: EmbeddingComputeKernel) -> Iterator[None]:
+        """A context in which TorchRec finds ``kernel`` in its plan of tables on disk."""
+        before = self.module_sharding_plan
+        on_disk = {
+            table.name
+            for config in grouped_configs(self.type_shardings)
+            if initializers_on_disk(config) is not None
+            for table in config.embedding_tables
+        }
+        self.module_sharding_plan = EmbeddingModuleShardingPlan(
+            {
+                name: dataclasses.replace(sharding, compute_kernel=kernel.value)
+                if name in on_disk
+                else sharding
+                for name, sharding in before.items()
+            }
+        )
+        try:
+            yield
+        finally:
+            self.module_sharding_plan = before
 
     def _create_input_dist(self, *arguments: Any, **settings: Any) -> None:
         super()._create_input_dist(*arguments, **settings)  # type: ignore[misc]
@@ -140,9 +180,14 @@ class CollectionBase(ShardedEmbeddingModule[Any, Any, Any, Any]):
     @property
     def table_plans(self) -> list[TablePlan]:
         """The plan of each of ``table_configs``, as torchembed describes plans."""
-        num_ranks = self.sharding_env.world_size
+        num_ranks, found = self.sharding_env.world_size, dict[str, Storage | None]()
+        for kernel in grouped_configs(self.type_shardings):
+            for table, storage in zip(kernel.embedding_tables, storages(kernel), strict=True):
+                found.setdefault(table.name, storage)
         return [
-            _table_plan(config, self.table_shardings[config.name], num_ranks)
+            _table_plan(
+                config, self.table_shardings[config.name], num_ranks, found.get(config.name)
+            )
             for config in self.table_configs
         ]
 
@@ -159,9 +204,13 @@ class CollectionBase(ShardedEmbeddingModule[Any, Any, Any, Any]):
 
 
 def _table_plan(
-    config: BaseEmbeddingConfig, sharding: ParameterSharding, num_ranks: int
+    config: BaseEmbeddingConfig,
+    sharding: ParameterSharding,
+    num_ranks: int,
+    storage: Storage | None,
 ) -> TablePlan:
-    """Translate TorchRec's plan of a table."""
+    """Translate TorchRec's plan of a table, whose ``storage`` is that of the first rank with a part
+    of it."""
     kind = sharding.sharding_type
     by_column = kind == ShardingType.TABLE_COLUMN_WISE.value
     placement = Placement.COLUMN_WISE if by_column else Placement(kind)
@@ -197,5 +246,5 @@ def _table_plan(
         placement=placement,
         shards=tuple(shards),
         takes_any_id=is_dynamic(config),
-        storage=planned_storage(sharding, max((shard.num_rows for shard in shards), default=0)),
+        storage=storage,
     )

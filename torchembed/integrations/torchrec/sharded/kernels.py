@@ -1,14 +1,14 @@
 """TorchRec's four embedding kernels over torchembed's tables."""
 
 import dataclasses
-from collections.abc import Callable, ItemsView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, Generic, TypeAlias, TypedDict, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.batched_embedding_kernel import (
     BaseBatchedEmbedding,
@@ -26,18 +26,16 @@ from torchrec.modules.embedding_configs import data_type_to_sparse_type
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchembed.core.types import Pooling
+from torchembed.integrations.torchrec.plans.disk import disk_settings, make_folder
 from torchembed.integrations.torchrec.plans.dynamic_tables import dynamic_settings
-from torchembed.integrations.torchrec.plans.host_memory import (
-    in_host_memory,
-    load_factor,
-    shared_cache,
-)
 from torchembed.integrations.torchrec.plans.settings import output_dtype, update_settings
+from torchembed.integrations.torchrec.plans.storages import initializers_on_disk, storages
 from torchembed.integrations.torchrec.tables.dense_tables import DenseTables
+from torchembed.integrations.torchrec.tables.disk_tables import DiskTables
 from torchembed.integrations.torchrec.tables.fused_tables import FusedTables
 from torchembed.integrations.torchrec.tables.host_tables import HostTables
 from torchembed.integrations.torchrec.versions import dense_parameters_by_table
-from torchembed.tables import HostMemory, IdShare, Table, TableSpec
+from torchembed.tables import IdShare, Table, TableSpec
 
 _POOLINGS = {
     PoolingMode.SUM: Pooling.SUM,
@@ -58,9 +56,8 @@ class _TableArguments(TypedDict):
 
 def _local_tables(config: GroupedEmbeddingConfig, dtype: torch.dtype) -> list[Table]:
     """This rank's shards of the tables of ``config``."""
-    tables, dynamic = [], dynamic_settings(config)
-    storages = _storages(config)
-    for table, storage in zip(config.embedding_tables, storages, strict=True):
+    tables, dynamic, initializers = [], dynamic_settings(config), initializers_on_disk(config)
+    for table, storage in zip(config.embedding_tables, storages(config), strict=True):
         metadata: ShardMetadata | None = table.local_metadata
         row, column = (0, 0) if metadata is None else metadata.shard_offsets
         spec = TableSpec(
@@ -70,6 +67,8 @@ def _local_tables(config: GroupedEmbeddingConfig, dtype: torch.dtype) -> list[Ta
             dtype=dtype,
             storage=storage,
         )
+        if initializers is not None:
+            spec = dataclasses.replace(spec, initializer=initializers[table.name])
         if dynamic is not None:
             spec = dataclasses.replace(dynamic.specs[table.name], num_rows=table.num_embeddings)
         made = Table(
@@ -86,22 +85,6 @@ def _local_tables(config: GroupedEmbeddingConfig, dtype: torch.dtype) -> list[Ta
             )
         tables.append(made)
     return tables
-
-
-def _storages(config: GroupedEmbeddingConfig) -> list[HostMemory | None]:
-    """The storage of each table of ``config``; equal for tables of one width, which share a
-    cache."""
-    tables = config.embedding_tables
-    if not in_host_memory(config):
-        return [None] * len(tables)
-    by_width: dict[int, HostMemory] = {}
-    for width in {table.local_cols for table in tables}:
-        members = [table for table in tables if table.local_cols == width]
-        by_width[width] = shared_cache(
-            [table.local_rows for table in members],
-            [load_factor(table.fused_params) for table in members],
-        )
-    return [by_width[table.local_cols] for table in tables]
 
 
 class _StatesOfTable(dict[str, Any]):
@@ -145,7 +128,8 @@ class _TablesKernel(BaseEmbedding, Generic[_Held]):
         base = BaseBatchedEmbeddingBag if self._is_pooled else BaseBatchedEmbedding
         base.__init__(self, config, pg, device, *sharding_type)  # type: ignore[arg-type]
         self._make_tables(self._table_arguments(), device or torch.device("cpu"), pg)
-        self.init_parameters()
+        if initializers_on_disk(config) is None:  # else rows get their values when they are used
+            self.init_parameters()
 
     @property
     def _is_pooled(self) -> bool:
@@ -192,14 +176,37 @@ class _FusedKernel(_TablesKernel[FusedTables]):
     def _make_tables(
         self, arguments: _TableArguments, device: torch.device, pg: dist.ProcessGroup | None
     ) -> None:
-        config = self.config
-        kind = HostTables if in_host_memory(config) else FusedTables
+        config, settings = self.config, disk_settings(self.config)
+        if settings is not None:
+            make_folder(settings)
+        kind = FusedTables
+        if any(storage is not None for storage in storages(config)):
+            kind = HostTables if initializers_on_disk(config) is None else DiskTables
         tables = kind(**arguments, device=device, settings=update_settings(config))
-        self._emb_module = tables
+        self._emb_module, self._group = tables, pg
         self._optim = EmbeddingFusedOptimizer(config, tables, pg)  # type: ignore[arg-type]
-        if isinstance(tables, HostTables):
+        if isinstance(tables, HostTables) and not isinstance(tables, DiskTables):
             of_tables = self._optim.state.items()
             self._optim.state = {table: _StatesOfTable(s, tables) for table, s in of_tables}
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, Any]]:
+        """The weight of each table, with the optimizer that updates it in backward."""
+        tables = self.tables
+        if not isinstance(tables, DiskTables):
+            # Views of flat memory, which tables on disk have none of.
+            yield from super().named_parameters_by_table()  # type: ignore[misc]
+            return
+        for name in dict.fromkeys(table.name for table in self.config.embedding_tables):
+            weight = nn.Parameter(tables.weight_of(name))
+            optimizer = EmbeddingFusedOptimizer(
+                self.config,
+                tables,  # type: ignore[arg-type]
+                self._group,
+                create_for_table=name,
+                param_weight_for_table=weight,
+            )
+            weight._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
+            yield name, weight
 
 
 class DenseKernel(_TablesKernel[DenseTables]):

@@ -4,7 +4,7 @@ import contextvars
 import functools
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from torchrec.distributed.embedding import (
 from torchrec.distributed.embedding import (
     ShardedEmbeddingCollection as TorchrecShardedEmbeddingCollection,
 )
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder as TorchrecEmbeddingBagCollectionSharder,
 )
@@ -25,7 +26,12 @@ from torchrec.distributed.embeddingbag import (
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from torchembed.integrations.torchrec.plans.disk import without_effect
 from torchembed.integrations.torchrec.plans.dynamic_tables import dynamic_configs, with_rounded_rows
+from torchembed.integrations.torchrec.plans.given_storages import (
+    check_given_storages,
+    given_storages,
+)
 from torchembed.integrations.torchrec.plans.settings import unsupported_collection
 from torchembed.integrations.torchrec.sharded.collections import (
     ShardedEmbeddingBagCollection,
@@ -49,20 +55,41 @@ def warn_of_fallback(env: ShardingEnv, module: nn.Module, name: str | None, reas
     """Log on rank 0 that TorchRec shards ``module``, and the ``reason``.
 
     Raises:
-        ValueError: for a module with dynamic tables, which TorchRec has not.
+        ValueError: for a module with dynamic tables, or tables whose config has a storage, which
+            TorchRec has not.
     """
-    dynamic = [name for child in module.modules() for name in dynamic_configs(child)]
-    if dynamic:
+    own = [
+        f"{kind} {', '.join(names)}"
+        for kind, names_of in (
+            ("dynamic tables", dynamic_configs),
+            ("tables with a storage", given_storages),
+        )
+        if (names := [name for child in module.modules() for name in names_of(child)])
+    ]
+    if own:
         raise ValueError(
-            f"dynamic tables {', '.join(dynamic)} must be sharded by torchembed, which cannot "
-            f"shard their {type(module).__name__}, since {reason}; change that, or put the tables "
-            "into a collection of their own"
+            f"{' and '.join(own)} must be sharded by torchembed, which cannot shard their "
+            f"{type(module).__name__}, since {reason}; change that, or put the tables into a "
+            "collection of their own"
         )
     if env.rank == 0:
-        place = f" ({name})" if name else ""
-        _logger.warning(
-            "%s%s is sharded by TorchRec itself, since %s", type(module).__name__, place, reason
-        )
+        place = _described(module, name)
+        _logger.warning("%s is sharded by TorchRec itself, since %s", place, reason)
+
+
+def warn_of_settings(
+    env: ShardingEnv, module: nn.Module, name: str | None, infos: Iterable[EmbeddingShardingInfo]
+) -> None:
+    """Log on rank 0 which settings of tables on disk in ``module`` change nothing."""
+    found = without_effect(infos, module)
+    if found and env.rank == 0:
+        settings = [f"{setting} (of {', '.join(sorted(of))})" for setting, of in found.items()]
+        text = "%s has tables on disk, of which these settings change nothing: %s"
+        _logger.warning(text, _described(module, name), ", ".join(settings))
+
+
+def _described(module: nn.Module, name: str | None) -> str:
+    return f"{type(module).__name__} ({name})" if name else type(module).__name__
 
 
 class EmbeddingBagCollectionSharder(TorchrecEmbeddingBagCollectionSharder):
@@ -82,6 +109,7 @@ class EmbeddingBagCollectionSharder(TorchrecEmbeddingBagCollectionSharder):
         module_fqn: str | None = None,
     ) -> TorchrecShardedEmbeddingBagCollection:
         module, params = with_rounded_rows(module, params)
+        check_given_storages(module, params)
         groups = ShardedEmbeddingBagCollection.create_grouped_sharding_infos(
             module, params, "embedding_bags.", self.fused_params
         )
@@ -89,6 +117,7 @@ class EmbeddingBagCollectionSharder(TorchrecEmbeddingBagCollectionSharder):
         if reason is not None:
             warn_of_fallback(env, module, module_fqn, reason)
             return _torchrec_shard_bags(self, module, params, env, device, module_fqn)
+        warn_of_settings(env, module, module_fqn, itertools.chain(*groups.values()))
         return ShardedEmbeddingBagCollection(
             module=module,
             table_name_to_parameter_sharding=params,
@@ -117,6 +146,7 @@ class EmbeddingCollectionSharder(TorchrecEmbeddingCollectionSharder):
         module_fqn: str | None = None,
     ) -> TorchrecShardedEmbeddingCollection:
         module, params = with_rounded_rows(module, params)
+        check_given_storages(module, params)
         groups = ShardedEmbeddingCollection.create_grouped_sharding_infos(
             module, params, self.fused_params
         )
@@ -126,6 +156,7 @@ class EmbeddingCollectionSharder(TorchrecEmbeddingCollectionSharder):
         if reason is not None:
             warn_of_fallback(env, module, module_fqn, reason)
             return _torchrec_shard_sequences(self, module, params, env, device, module_fqn)
+        warn_of_settings(env, module, module_fqn, itertools.chain(*groups.values()))
         return ShardedEmbeddingCollection(
             module,
             params,

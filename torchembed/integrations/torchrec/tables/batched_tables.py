@@ -23,7 +23,7 @@ from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import pooled_lookup
 from torchembed.ops.row_gradients import GradientSink
 from torchembed.ops.sequence_lookup import sequence_lookup
-from torchembed.tables import MissingVectors, Table
+from torchembed.tables import MissingVectors, Table, TableGroup
 
 
 class LookupSource(NamedTuple):
@@ -81,9 +81,7 @@ class BatchedTables(nn.Module):
         split: list[Tensor] = [torch.empty(0)] * len(self._tables)
         for group in self.groups:
             for table in group.tables:
-                split[self._tables.index(table)] = self._shown(
-                    group.table_rows(group.stored_weight, table)
-                )
+                split[self._tables.index(table)] = self._shown_rows(group, 0, table)
         return split
 
     def _source(self, number: int, rows: Tensor) -> LookupSource:
@@ -168,6 +166,12 @@ class BatchedTables(nn.Module):
     def _shown(self, stored: Tensor) -> Tensor:
         """Rows or states where they are stored, as a tensor of the device that looks them up."""
         return stored
+
+    def _shown_rows(self, group: TableGroup, part: int, table: Table) -> Tensor:
+        """The rows of ``table`` in the weight of its group, or in the state of number ``part - 1``,
+        as TorchRec is to see them."""
+        stored = (group.stored_weight, *group.stored_states)[part]
+        return self._shown(group.table_rows(stored, table))
 
     def flush(self) -> None:
         """Bring rows and states that TorchRec sees up to date. Waits for a GPU where rows are

@@ -53,7 +53,7 @@ class DynamicRows:
         for number, group in enumerate(self._groups):
             slots = self._slots_of(number)
             if is_trained:
-                rows = group.admit(slots, features, ids.new_empty(0, dtype=self._rows_dtype))
+                rows = group.admit(slots, features, None).to(self._rows_dtype)
             else:
                 rows = slots.route(features, OnBadId.ZERO, self._rows_dtype).rows
             found = rows if found is None else torch.maximum(found, rows)

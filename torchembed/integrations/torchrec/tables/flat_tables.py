@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchembed.tables import Table, TableGroup, TieredGroup
+from torchembed.tables import Disk, DiskGroup, Table, TableGroup, TieredGroup
 
 
 class FlatTables:
@@ -14,7 +14,8 @@ class FlatTables:
     Args:
         tables: this rank's tables, in TorchRec's order.
         feature_tables: for each feature, the index of its table.
-        flat: memory of all rows, of the device or, where the tables live there, of the host.
+        flat: memory of all rows, of the device or, where the tables live there, of the host; on the
+            meta device where they are on disk.
         device: that looks the rows up.
     """
 
@@ -39,10 +40,14 @@ class FlatTables:
             members = [tables[n] for n in numbers]
             end = begin + width * sum(table.num_rows for table in members)
             rows = flat[begin:end].view(-1, width)
-            in_host_memory = members[0].spec.storage is not None
-            group = (
-                TieredGroup(members, rows, device) if in_host_memory else TableGroup(members, rows)
-            )
+            storage = members[0].spec.storage
+            if storage is None:
+                group = TableGroup(members, rows)
+            else:
+                if isinstance(storage, Disk):
+                    group = DiskGroup(members, rows, device)
+                else:
+                    group = TieredGroup(members, rows, device, keeps_weight=True)
             for number, first_row in zip(numbers, group.first_rows, strict=False):
                 first_rows[number] = first_row
                 self.offsets[number] = begin + first_row * width

@@ -150,8 +150,10 @@ class FusedTables(BatchedTables):
         by_table: list[dict[str, Tensor]] = [{} for _ in self._tables]
         for group in self.groups:
             for table in group.tables:
-                rows = (group.table_rows(state, table) for state in group.stored_states)
-                states = map(self._shown, rows)
+                states = [
+                    self._shown_rows(group, part + 1, table)
+                    for part in range(len(group.stored_states))
+                ]
                 by_table[self._tables.index(table)] = dict(zip(names, states, strict=True))
         return by_table
 

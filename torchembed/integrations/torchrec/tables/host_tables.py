@@ -1,6 +1,7 @@
 """Tables of TorchRec's kernels that live in host memory, behind a cache on the device."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torchembed.integrations.torchrec.tables.fused_tables import FusedTables
 from torchembed.modules.bad_ids import BadIdReport
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.segments import Runs, find_runs
-from torchembed.tables import TableSet, TieredGroup
+from torchembed.tables import FetchedRows, TableSet, TieredGroup
 from torchembed.tables.tiers import host_tensor
 
 
@@ -34,6 +35,8 @@ class HostTables(FusedTables):
         super().__init__(*arguments, **settings)
         TableSet.over(self.groups)  # gives tables their parameters
         self._refusals = BadIdReport()
+        self._under_way: set[TieredGroup] = set()
+        """Groups with rows that a forward has looked up and backward is still to update."""
 
     @staticmethod
     def _allocated(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -51,7 +54,8 @@ class HostTables(FusedTables):
         runs = find_runs(rows, group.num_rows)
         fetched = group.fetch(runs)
         assert fetched is not None  # tables of a kernel have a rule, and are trained
-        self._check_places(group, fetched.num_refused)
+        self._check_places(group, fetched)
+        self._under_way.add(group)
         sink = functools.partial(self._update_cached, group, self.iteration, runs)
         weight = group.weight.detach().requires_grad_()
         return LookupSource(weight, group.placed_rows(rows), sink)
@@ -66,38 +70,42 @@ class HostTables(FusedTables):
     ) -> None:
         """Update the rows that ``runs`` are of where the cache holds them now."""
         self._update(group, iteration, group.placed_runs(runs), gradients)
+        self._under_way.discard(group)
 
-    def _check_places(self, group: TieredGroup, num_refused: Tensor) -> None:
-        """Raise where a batch needed ``num_refused`` slots more than the cache of ``group`` has."""
+    def _check_places(self, group: TieredGroup, fetched: FetchedRows) -> None:
+        """Raise where ``group`` had no place for the rows of a batch."""
         names = ", ".join(table.spec.name for table in group.tables)
         num_slots = group.cache.row_of_slot.numel()
 
         def describe(_: int, num_refused: int) -> str:
             return (
                 f"tables {names} in host memory share a cache of {num_slots} rows on the device, "
-                f"and a batch uses {num_refused} more; raise load_factor of their CacheParams, or "
-                "train smaller batches"
+                f"and a batch uses {num_refused} more; raise load_factor of their CacheParams or "
+                "cache_rows of their storage, or train smaller batches"
             )
 
-        is_good = (num_refused == 0).long()
-        self._refusals.submit(num_refused, is_good, None, describe, RuntimeError)
+        self._submit(fetched.num_refused, describe)
+
+    def _submit(self, num_missing: Tensor, describe: Callable[[int, int], str]) -> None:
+        """Raise what ``describe`` makes of their number where places are missing."""
+        is_good = (num_missing == 0).long()
+        self._refusals.submit(num_missing, is_good, None, describe, RuntimeError)
 
     @property
     def _tiered_groups(self) -> list[TieredGroup]:
         return [group for group in self.groups if isinstance(group, TieredGroup)]
 
     def flush(self) -> None:
+        """As the overridden method. Rows and states may then be changed in place, unless backward
+        is still to update rows: what a pipeline has prepared ahead is read anew."""
         for group in self._tiered_groups:
             group.write_back()
-            if _is_idle(group):
-                # So that rows and states may be changed in place, too.
+            if group not in self._under_way:
                 group.forget_cached()
 
     def reset_cache_states(self) -> None:
+        """As the overridden method. What was trained is written to host memory first: what is
+        loaded may be some tables alone, or rows without their states."""
         for group in self._tiered_groups:
+            group.write_back()
             group.forget_cached()
-
-
-def _is_idle(group: TieredGroup) -> bool:
-    """True where no batch that is still to be trained has rows in the cache. Waits for a GPU."""
-    return bool((group.clock.released >= group.clock.last).all())

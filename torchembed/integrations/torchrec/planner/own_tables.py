@@ -1,4 +1,5 @@
-"""Dynamic tables in TorchRec's planner: the placements that they may have, and their memory."""
+"""Tables that torchembed alone has in TorchRec's planner: the placements that they may have, and
+what dynamic ones take."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,11 +11,14 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ModuleSharder
 
 from torchembed.integrations.torchrec.install import shards_here
+from torchembed.integrations.torchrec.plans import dynamic_tables, given_storages
 from torchembed.integrations.torchrec.plans.dynamic_tables import (
     DynamicConfig,
     dynamic_configs,
-    refuse_placement,
     rounded_rows,
+)
+from torchembed.integrations.torchrec.plans.placements import (
+    refuse_placement,
     unsupported_placement,
 )
 from torchembed.tables import HashFactory
@@ -23,7 +27,7 @@ Enumerate = Callable[..., list[ShardingOption]]
 """``EmbeddingEnumerator.enumerate``."""
 
 
-def _with_dynamic_tables(enumerate_options: Enumerate) -> Enumerate:
+def _with_own_tables(enumerate_options: Enumerate) -> Enumerate:
     @functools.wraps(enumerate_options)
     def wrapped(
         self: EmbeddingEnumerator,
@@ -33,31 +37,27 @@ def _with_dynamic_tables(enumerate_options: Enumerate) -> Enumerate:
         **settings: Any,
     ) -> list[ShardingOption]:
         options = enumerate_options(self, module, sharders, *arguments, **settings)
-        dynamic = [_config_of(option) for option in options]
-        if not any(dynamic):
-            return options
-        _check_sharders(
-            sharders, [option for option, of in zip(options, dynamic, strict=True) if of]
-        )
+        own = {id(option): table for option in options if (table := _own_table(option))}
+        _check_sharders(sharders, [(option, own.get(id(option))) for option in options])
         kept, refused, left = list[ShardingOption](), dict[str, str](), set[str]()
         changed: list[tuple[ShardingOption, DynamicConfig]] = []
-        for option, config in zip(options, dynamic, strict=True):
-            if config is None:
-                kept.append(option)
-                continue
-            reason = unsupported_placement(option.sharding_type, option.compute_kernel)
-            if reason is not None:
-                refused.setdefault(config.name, reason)
-                continue
-            left.add(config.name)
+        for option in options:
+            table, config = own.get(id(option)), _config_of(option)
+            if table is not None:
+                reason = unsupported_placement(option.sharding_type, option.compute_kernel)
+                if reason is not None:
+                    refused.setdefault(table, reason)
+                    continue
+                left.add(table)
             kept.append(option)
-            changed.append((option, config))
-            _round(option, config)
-        for name, reason in refused.items():
-            if name not in left:
-                refuse_placement(name, reason)
-        _check_sharders(sharders, [option for option, _ in changed])
-        self.populate_estimates([option for option, _ in changed])
+            if config is not None:
+                changed.append((option, config))
+                _round(option, config)
+        for table, reason in refused.items():
+            if table not in left:
+                refuse_placement(table, reason)
+        if changed:
+            self.populate_estimates([option for option, _ in changed])
         for option, config in changed:
             _add_index(option, config)
         return kept
@@ -65,19 +65,30 @@ def _with_dynamic_tables(enumerate_options: Enumerate) -> Enumerate:
     return wrapped
 
 
+def _own_table(option: ShardingOption) -> str | None:
+    """The table of ``option``, as errors describe it, where torchembed alone has such tables."""
+    _, module = option.module
+    if option.name in dynamic_configs(module):
+        return dynamic_tables.described(option.name)
+    if option.name in given_storages.given_storages(module):
+        return given_storages.described(option.name)
+    return None
+
+
 def _check_sharders(
-    sharders: Sequence[ModuleSharder[nn.Module]], options: Sequence[ShardingOption]
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    options: Sequence[tuple[ShardingOption, str | None]],
 ) -> None:
     """Raise unless torchembed's sharders, or TorchRec's while ours are installed, take the modules
-    of ``options``, which are of dynamic tables."""
+    of those of ``options`` that are of tables which torchembed alone has, as errors describe them.
+    """
     by_type = {sharder.module_type: sharder for sharder in sharders}
-    for option in options:
-        sharder = by_type[type(option.module[1])]
-        if not shards_here(sharder):
+    for option, table in options:
+        if table is not None and not shards_here(sharder := by_type[type(option.module[1])]):
             raise TypeError(
-                f"dynamic table {option.name} must be sharded by torchembed, got TorchRec's "
-                f"{type(sharder).__name__}; call torchembed.integrations.torchrec.install(), or "
-                "give sharders=torchembed.integrations.torchrec.get_default_sharders()"
+                f"{table} must be sharded by torchembed, got TorchRec's {type(sharder).__name__}; "
+                "call torchembed.integrations.torchrec.install(), or give "
+                "sharders=torchembed.integrations.torchrec.get_default_sharders()"
             )
 
 
@@ -108,10 +119,11 @@ def _add_index(option: ShardingOption, config: DynamicConfig) -> None:
 
 
 @functools.cache
-def plan_dynamic_tables() -> None:
-    """Let TorchRec's planners consider, for dynamic tables, what torchembed can shard, with the
-    rows that it makes of a capacity and the memory of ids and of what chooses among them.
+def plan_own_tables() -> None:
+    """Let TorchRec's planners consider, for dynamic tables and those whose config has a storage,
+    what torchembed can shard; for dynamic ones with the rows that it makes of a capacity and the
+    memory of ids and of what chooses among them.
 
     Options of other tables stay as they are. A second call does nothing.
     """
-    EmbeddingEnumerator.enumerate = _with_dynamic_tables(EmbeddingEnumerator.enumerate)
+    EmbeddingEnumerator.enumerate = _with_own_tables(EmbeddingEnumerator.enumerate)
