@@ -27,12 +27,17 @@ READY := .venv/.native
 endif
 
 # Tests of one file share what is costly to make, so they stay in one process; the longest files
-# come first (tests/support/schedule.py). Modules are compiled once for all the processes that tests
-# start, also where the environment would have each of them do so.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(CORES) --dist loadfile \
+# come first (tests/support/schedule.py). There is one process more than processors, since ranks
+# wait for each other, and other tests for disks and for programs to end. Modules are compiled once
+# for all the processes that tests start, also where the environment would have each of them do so.
+WORKERS = $$(( $(CORES) + 1 ))
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile \
   --no-loadscope-reorder --max-worker-restart 0
 # Whatever was built must also be what runs.
 NATIVE_LANE = $(shell test ! -e torchembed/_C.abi3.so || echo TORCHEMBED_LANE=native)
+# What the interpreter can tell of kernels: all but how the compiler of Triton, and torch's, takes
+# them, which is alike for all kernels of an operation.
+INTERPRETED = -k 'not compiles' tests/ops tests/triton_kernels tests/sharding/test_push.py
 
 .PHONY: help
 help: ## Print this list
@@ -55,7 +60,7 @@ train: $(READY) ## Train RECIPE on RANKS processes
 test: $(READY) ## Run the CPU suite in each of its lanes
 	@$(call checked,test)
 	$(strip $(NATIVE_LANE) $(PYTEST))
-	TRITON_INTERPRET=1 TORCHEMBED_LANE=triton $(PYTEST) tests/ops tests/triton_kernels tests/sharding/test_push.py
+	TRITON_INTERPRET=1 TORCHEMBED_LANE=triton $(PYTEST) $(INTERPRETED)
 	TORCHEMBED_FORCE_REFERENCE=1 TORCHEMBED_LANE=reference $(PYTEST) tests/ops
 
 # The interpreter is not instrumented, so AddressSanitizer is loaded before it; and, beside it, the

@@ -55,7 +55,7 @@ class Config:
     """Times to measure: ``plain``, ``compiled`` and ``pipeline`` where none is given, on several
     ranks without ``compiled``."""
     backend: str = "inductor"
-    """Of ``torch.compile``."""
+    """The backend of ``torch.compile``."""
     seconds: float = 1.0
     """Time to measure each loop for, in five parts."""
     entry_seconds: float = 180.0

@@ -26,12 +26,26 @@ class TableSize(NamedTuple):
     """The policies of a dynamic table; None for a static one."""
 
 
-def check_capacity(capacity: float | None, shared: float) -> None:
-    """Raise unless ``capacity`` is a positive part, or None, and ``shared`` a part below 1."""
+DEFAULT_EVICTION = Eviction.LFU
+DEFAULT_SHARED = 0.5
+
+
+def check_dynamic(
+    *, is_dynamic: bool, capacity: float | None, eviction: Eviction, shared: float
+) -> None:
+    """Raise unless ``capacity`` is a positive part, or None, and ``shared`` a part below 1, and
+    these settings are of dynamic tables that evict where they are given."""
     if capacity is not None and not 0 < capacity < math.inf:
         raise ValueError(f"capacity must be a number above 0, or left out, got {capacity}")
     if not 0 <= shared < 1:
         raise ValueError(f"shared must be at least 0 and less than 1, got {shared}")
+    if not is_dynamic and eviction is not DEFAULT_EVICTION:
+        raise ValueError(f"eviction must be left out without dynamic, got {eviction.value}")
+    if shared != DEFAULT_SHARED and not (is_dynamic and capacity is not None):
+        raise ValueError(
+            f"shared must be left out without dynamic and capacity, where no id is without a row "
+            f"of its own, got {shared}"
+        )
 
 
 def num_rows(capacity: float | None, num_ids: int) -> int:

@@ -14,7 +14,7 @@ import tyro
 from bench.data.dlrm_dcnv2 import distinct_ids
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, optim, plan_embeddings
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
-from torchembed.sharding import H100, H200, Planner, Topology, draw_plan
+from torchembed.sharding import H100, H200, Host, NodeDisk, Planner, Topology, draw_plan
 
 DIM = 128
 HARDWARE = {hardware.name: hardware for hardware in (H100, H200)}
@@ -32,6 +32,10 @@ class Config:
     hardware: Literal["H100", "H200"] = "H200"
     memory_gib: float | None = None
     """Memory of each rank for tables and buffers; what the hardware has where None."""
+    host_gib: float = 0.0
+    """Memory of each node for tables that its ranks have no room for."""
+    disk_gib: float = 0.0
+    """Disk of each node for tables that neither has room for."""
     batch_size: int = 8192
     """Samples of each rank."""
     ids: Literal["uniform", "zipf"] = "uniform"
@@ -58,8 +62,15 @@ class Config:
                 f"num_ranks must be a multiple of the {per_node} ranks of a node, got "
                 f"{self.num_ranks}"
             )
+        disk = NodeDisk()
+        if self.disk_gib:
+            disk = NodeDisk(path="rows", capacity_bytes=int(self.disk_gib * 2**30))
         topology = Topology.of_hardware(
-            HARDWARE[self.hardware], ranks_per_node=per_node, num_nodes=self.num_ranks // per_node
+            HARDWARE[self.hardware],
+            ranks_per_node=per_node,
+            num_nodes=self.num_ranks // per_node,
+            host=Host(memory_bytes=int(self.host_gib * 2**30)),
+            disk=disk,
         )
         if self.memory_gib is None:
             return topology

@@ -88,7 +88,7 @@ def _losses(
         rows, inverse = torch.cat(of_steps).unique(return_inverse=True)
         places.append(inverse.split([len(of_step) for of_step in of_steps]))
         tables.append(nn.Parameter(_initial_rows(config.spec(setting.seed), rows)))
-    part = _dense_part(dense, precision)
+    part = dense_part(dense, precision)
     rule = _rule(setting, [*tables, *part.parameters()], len(tables))
     losses = []
     with _matmul_precision(precision):
@@ -118,7 +118,9 @@ def _initial_rows(spec: TableSpec, rows: Tensor) -> Tensor:
     return made
 
 
-def _dense_part(dense: list[Tensor], precision: str) -> DensePart:
+def dense_part(dense: list[Tensor], precision: str) -> DensePart:
+    """The dense part by plain PyTorch, with the values of :func:`dense_values`; in float64 for a
+    ``precision`` of ``fp64``."""
     part = plain().to(dense[0].device, torch.float64 if precision == "fp64" else torch.float32)
     with torch.no_grad():
         for parameter, value in zip(part.parameters(), dense, strict=True):

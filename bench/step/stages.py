@@ -39,7 +39,7 @@ _OF_PART = {
 """The stage of the other kernels of a part."""
 _PREFIX = "bench: "
 _WAITING = ("exchange", "mean")
-"""Whose kernels wait for other ranks; the one that came last did not."""
+"""Stages whose kernels wait for other ranks; on the rank that came last they did not."""
 
 Parts = Mapping[str, Callable[[], object]]
 """The parts of a step in their order: ``forward``, ``backward``, ``rows`` and ``dense`` updates."""

@@ -1,7 +1,8 @@
-"""Draws one training step from a profiler's trace: streams as lanes, stages in colours.
+"""Draws one training step from a profiler's trace: streams as lanes, stages in colours; and prints
+how long each stage takes, and how much of that no other hides.
 
 ``python -m bench.step.timeline TRACE PNG`` takes the traces that ``bench.step.train_step
---profiles`` writes.
+--profiles`` and ``bench.tiers --profiles`` write.
 """
 
 import argparse
@@ -15,6 +16,8 @@ STAGES = {
     "reduction over GPUs": r"nccl.*reduce|onerank",
     "exchange between GPUs": r"nccl",
     "ids: sort, find runs": r"find_runs|_digit|sum_counts|linearize_ids|radix|bucketize",
+    "rows to and from the host": r"move_rows|read_rows|exchange_places",
+    "slots of caches": r"claim_slots|find_cached",
     "lookup": r"pooled_lookup|embedding.*forward",
     "row update": r"rowwise_update|::update_kernel"
     r"|embedding.*backward|split_embedding|find_long_segments",
@@ -25,6 +28,7 @@ STAGES = {
     "other": r"",
 }
 """A kernel is of the first stage whose pattern its name has."""
+_COLOURS = ("C6", "C3", "C4", "black", "gold", "C0", "C1", "C2", "C9", "C5", "C8", "C7")
 GRAPH_KERNELS = 20
 """A launch of as many is a graph."""
 LABELLED_PART = 0.06
@@ -75,6 +79,31 @@ def one_step(kernels: list[Kernel], num_steps: int) -> list[Kernel]:
     return [kernel for kernel in kernels if first <= kernel.start < last]
 
 
+def times_of(kernels: list[Kernel]) -> dict[str, tuple[float, float]]:
+    """For each stage that there is the microseconds in which its kernels run, and those of them in
+    which no other stage's do, so that nothing hides it."""
+    edges = sorted(
+        edge
+        for kernel in kernels
+        for edge in (
+            (kernel.start, 1, kernel.stage),
+            (kernel.start + kernel.duration, -1, kernel.stage),
+        )
+    )
+    running: collections.Counter[str] = collections.Counter()
+    found = {stage: (0.0, 0.0) for stage in STAGES if any(k.stage == stage for k in kernels)}
+    reached = 0.0
+    for time, change, stage in edges:
+        now = [name for name, count in running.items() if count]
+        for name in now:
+            busy, alone = found[name]
+            passed = time - reached
+            found[name] = busy + passed, alone + (passed if len(now) == 1 else 0.0)
+        running[stage] += change
+        reached = time
+    return found
+
+
 def lanes_of(kernels: list[Kernel]) -> list[list[Kernel]]:
     """The kernels of each stream, streams in the order in which they begin."""
     by_stream: dict[int, list[Kernel]] = {}
@@ -92,7 +121,7 @@ def draw(kernels: list[Kernel], picture: Path, title: str) -> None:
     lanes = lanes_of(kernels)
     start = kernels[0].start
     span = max(kernel.start + kernel.duration for kernel in kernels) - start
-    colours = dict(zip(STAGES, (f"C{n}" for n in (6, 3, 4, 0, 1, 2, 9, 5, 8, 7)), strict=True))
+    colours = dict(zip(STAGES, _COLOURS, strict=True))
     figure = Figure(figsize=(16, 1.6 + 0.75 * len(lanes)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -155,6 +184,11 @@ def main() -> None:
         raise SystemExit(f"{arguments.trace} holds no kernels of a GPU")
     step = one_step(kernels, arguments.num_steps)
     draw(step, arguments.picture, f"One step: {arguments.trace.stem}")
+    span = max(kernel.start + kernel.duration for kernel in step) - step[0].start
+    print(f"{arguments.trace.stem}: {span / 1e3:.3f} ms; milliseconds of each stage, and of these "
+          "without another one")  # fmt: skip
+    for stage, (busy, alone) in times_of(step).items():
+        print(f"  {stage:26} {busy / 1e3:7.3f} {alone / 1e3:7.3f}")
 
 
 if __name__ == "__main__":

@@ -11,27 +11,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench.data import dlrm_dcnv2 as workload
 from bench.planning.step_costs import (
     NO_BOUND,
-    OF_TABLES,
     make_planner,
     placements_of,
     predicted_ms,
     wire_precision,
 )
+from bench.step.model_optimizers import half_precision, make_optimizers
 from bench.step.setting import StepSetting
 from bench.step.stages import stage_milliseconds
-from torchembed import Dynamic, optim, plan_embeddings, shard_embeddings
+from torchembed import Dynamic, plan_embeddings, shard_embeddings
 from torchembed.data import Batch
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.sharding import CPU, Topology, WireTransport
 from torchembed.sharding.planning.topology import GPUS
-from torchembed.tables import table_of
 from torchembed.training import TrainPipeline
-
-OF_DENSE = {
-    "adagrad": optim.DenseAdagrad,
-    "rowwise_adagrad": optim.DenseAdagrad,
-    "sgd": optim.DenseSGD,
-}
 
 
 class TorchembedStep:
@@ -73,15 +66,8 @@ class TorchembedStep:
         """The prediction of the cost model, and the plan, for a row of results."""
         if mesh is not None:
             shard_embeddings(self.model, mesh, plan=planner, wire=wire, transport=transport)
-        of_tables, of_dense = OF_TABLES[setting.optimizer], OF_DENSE[setting.optimizer]
-        tables = [p for p in self.model.parameters() if table_of(p) is not None]
-        dense = [p for p in self.model.parameters() if table_of(p) is None]
-        numbers = {"lr": setting.lr}
-        if setting.optimizer != "sgd":
-            numbers["eps"] = setting.eps
-        half = torch.bfloat16 if setting.precision == "bf16" else None
-        self._of_tables = of_tables(tables or [{"params": []}], **numbers)
-        self._of_dense = of_dense(dense, **numbers, dtype=half)
+        self._of_tables, self._of_dense = make_optimizers(self.model, setting)
+        half = half_precision(setting)
         self._autocast = torch.autocast(device.type, half, enabled=half is not None)
         self._pipeline = TrainPipeline(
             self.model,

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from recipes.dynamic import Eviction, check_capacity
+from recipes.dynamic import DEFAULT_EVICTION, DEFAULT_SHARED, Eviction, check_dynamic
 from recipes.precision import Precision
 from torchembed.sharding import Placement
 
@@ -30,9 +30,9 @@ class CtrConfig:
     """Rows of each table, for each of the field's distinct ids: with 0.3 as many as 30 % of them.
     The data's own ids are taken modulo the rows, but for dynamic tables, which evict. Without it
     each id has a row."""
-    eviction: Eviction = Eviction.LFU
+    eviction: Eviction = DEFAULT_EVICTION
     """Whose row goes where a dynamic table is full."""
-    shared: float = 0.5
+    shared: float = DEFAULT_SHARED
     """Part of the rows of a dynamic table of a given capacity that the ids without a row of their
     own share by a hash; with 0 they are looked up as zeros."""
     beside_modulo: bool = True
@@ -65,4 +65,9 @@ class CtrConfig:
         for name in ("batch_size", "patience", "max_epochs", "embedding_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        check_capacity(self.capacity, self.shared)
+        check_dynamic(
+            is_dynamic=self.dynamic,
+            capacity=self.capacity,
+            eviction=self.eviction,
+            shared=self.shared,
+        )

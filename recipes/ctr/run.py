@@ -14,7 +14,7 @@ from recipes.ctr.config import CtrConfig
 from recipes.ctr.rows import RowBatches
 from recipes.ctr.splits import Splits
 from recipes.ctr.tables import rows_in_tables
-from recipes.dynamic import table_size
+from recipes.dynamic import DEFAULT_EVICTION, DEFAULT_SHARED, table_size
 from recipes.ranks import shard_over_ranks, table_device
 from recipes.result import Result, Stopped
 from torchembed.core import ranks
@@ -69,7 +69,9 @@ def run_seeds(
         return runs
     modulo: dict[int, SeedRun] | Stopped = {}
     if config.beside_modulo and config.dynamic and config.capacity is not None:
-        static = dataclasses.replace(config, dynamic=False)
+        static = dataclasses.replace(
+            config, dynamic=False, eviction=DEFAULT_EVICTION, shared=DEFAULT_SHARED
+        )
         modulo = _runs_of(static, read, device, output / "modulo")
         if isinstance(modulo, Stopped):
             return modulo

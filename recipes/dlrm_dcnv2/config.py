@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from recipes.budgets import Budgets
-from recipes.dynamic import Eviction, check_capacity
+from recipes.dynamic import DEFAULT_EVICTION, DEFAULT_SHARED, Eviction, check_dynamic
 from recipes.host_memory import check_cached
 from recipes.precision import Precision
 from torchembed.data import MLPERF_TABLE_SIZES, ClickLogConfig
@@ -38,9 +38,9 @@ class DlrmConfig:
     rows."""
     capacity: float | None = None
     """Rows of each table, for each that it has otherwise: with 0.3 it has 30 % of them."""
-    eviction: Eviction = Eviction.LFU
+    eviction: Eviction = DEFAULT_EVICTION
     """Whose row goes where a dynamic table is full."""
-    shared: float = 0.5
+    shared: float = DEFAULT_SHARED
     """Part of the rows of a dynamic table of a given capacity that the ids without a row of their
     own share by a hash; with 0 they are looked up as zeros."""
     cached: float | None = None
@@ -120,7 +120,12 @@ class DlrmConfig:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or left out, got {value}")
         self._check_daily()
-        check_capacity(self.capacity, self.shared)
+        check_dynamic(
+            is_dynamic=self.dynamic,
+            capacity=self.capacity,
+            eviction=self.eviction,
+            shared=self.shared,
+        )
         check_cached(self.cached)
         if self.budgets is not None and self.cached is not None:
             raise ValueError(

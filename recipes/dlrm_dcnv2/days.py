@@ -5,28 +5,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from recipes.dlrm_dcnv2.config import DlrmConfig
+from recipes.dlrm_dcnv2.resumable import ResumableTraining
 from torchembed.checkpoints import DeltaFolder
 from torchembed.data import BackgroundLoader, BatchSource
 from torchembed.data.criteo_text import text_files
 from torchembed.data.mlperf import mlperf_days
 from torchembed.data.parquet import parquet_files
-from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.training import (
-    CheckpointFolder,
     DiskReadAhead,
     Epochs,
-    History,
     MetricsWriter,
     Progress,
     StopSignal,
-    TrainingRun,
-    TrainPipeline,
     evaluate,
-    train,
 )
 
 EXPORTS = "exports"
@@ -94,35 +85,18 @@ class DaysDone:
 
 
 @dataclasses.dataclass(kw_only=True)
-class DailyLoop:
+class DailyLoop(ResumableTraining):
     """One training over the files of a log, from the first or from where its checkpoint is; files
     that came to the folder since then are trained, too."""
 
-    config: DlrmConfig
-    model: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer]
     files: Sequence[Path]
     """To be trained, in order."""
     open_day: Callable[[Path], BatchSource]
-    validation: BatchSource
-    output: Path
 
     def __post_init__(self) -> None:
-        self.history = History(read_loss_every=self.config.read_loss_every)
-        self.schedulers = [self.config.schedule.scheduler(o) for o in self.optimizers]
+        super().__post_init__()
         self.days, self.exports = DaysDone(), DeltaFolder(self.output / EXPORTS)
-        self.checkpoints = CheckpointFolder(self.output / "checkpoint", keep=2)
-        self.state = TrainingRun(
-            model=self.model,
-            optimizers=self.optimizers,
-            others={
-                "history": self.history,
-                "days": self.days,
-                **{f"schedulers.{i}": scheduler for i, scheduler in enumerate(self.schedulers)},
-            },
-        )
-        self.checkpoints.claim()
-        self.checkpoints.load(self.state)
+        self.load(days=self.days)
         self.days.check([file.name for file in self.files])
 
     def run(self) -> bool:
@@ -131,17 +105,8 @@ class DailyLoop:
         with (
             StopSignal() as stop,
             Progress(done=self.history.num_steps) as progress,
-            MetricsWriter(
-                self.output,
-                tensorboard=self.config.tensorboard,
-                after_step=self.history.num_steps,
-            ) as metrics,
-            TrainPipeline(
-                self.model,
-                binary_cross_entropy,
-                self.optimizers,
-                autocast=self.config.precision.autocast,
-            ) as pipeline,
+            self.metrics_writer() as metrics,
+            self.pipeline,
             DiskReadAhead(self.model) as ahead,
         ):
             for file in self.files[len(self.days.names) :]:
@@ -149,16 +114,8 @@ class DailyLoop:
                 with BackgroundLoader(source, num_ahead=num_ahead, announce=ahead) as loader:
                     epochs = self.days.begin(loader)
                     while not epochs.is_done and not stop.is_agreed:
-                        train(
-                            pipeline,
-                            epochs,
-                            schedulers=self.schedulers,
-                            max_steps=self._steps_until_due(),
-                            history=self.history,
-                            progress=progress,
-                            metrics=metrics,
-                            stop=stop,
-                        )
+                        max_steps = self._steps_until_due()
+                        self.train(epochs, progress, metrics, stop, max_steps=max_steps)
                         if not epochs.is_done:
                             self.checkpoints.save(
                                 self.history.num_steps, self.state, wait=stop.is_agreed
@@ -166,7 +123,7 @@ class DailyLoop:
                 if stop.is_agreed and not epochs.is_done:
                     progress.note(f"step {self.history.num_steps}: saved, and stopped by a signal")
                     break
-                self._end_day(file, pipeline, progress, metrics)
+                self._end_day(file, progress, metrics)
                 if stop.is_agreed:
                     break
             self.checkpoints.wait()
@@ -176,16 +133,12 @@ class DailyLoop:
         every = self.config.checkpoint_every
         return None if every is None else every - self.history.num_steps % every
 
-    def _end_day(
-        self, file: Path, pipeline: TrainPipeline, progress: Progress, metrics: MetricsWriter
-    ) -> None:
+    def _end_day(self, file: Path, progress: Progress, metrics: MetricsWriter) -> None:
         """Evaluate, export and save what a whole day has trained."""
         step, number = self.history.num_steps, len(self.days.names)
-        with self.config.precision.context(pipeline.device):
+        with self.config.precision.context(self.pipeline.device):
             now = evaluate(self.model, self.validation)
-        assert now is not None
-        self.history.add_evaluation(now)
-        metrics.write(step, validation_auc=now.auc, validation_logloss=now.logloss)
+        self.add_evaluation(now, metrics)
         is_whole = self.exports.export(self.model, number)
         kind = "whole" if is_whole else "what has changed"
         progress.note(

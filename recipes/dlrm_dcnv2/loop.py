@@ -1,70 +1,36 @@
 """Steps, evaluations and checkpoints in their turns, until the run ends or is to stop."""
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-from torch import nn
-
-from recipes.dlrm_dcnv2.config import DlrmConfig
+from recipes.dlrm_dcnv2.resumable import ResumableTraining
 from recipes.mlperf_log import MlperfLog
-from torchembed.data import BackgroundLoader, BatchSource
-from torchembed.ops.binary_cross_entropy import binary_cross_entropy
+from torchembed.data import BackgroundLoader
 from torchembed.training import (
     CheckpointFolder,
     Epochs,
-    History,
     MetricsWriter,
     Progress,
     StopSignal,
     TrainingRun,
-    TrainPipeline,
     evaluate,
-    train,
 )
 
 
 @dataclasses.dataclass(kw_only=True)
-class TrainLoop:
+class TrainLoop(ResumableTraining):
     """One training, from its first step or from its newest checkpoint."""
 
-    config: DlrmConfig
-    model: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer]
     loader: BackgroundLoader
-    validation: BatchSource
     steps_per_epoch: int | None
     """None where the data does not know its number of rows beforehand."""
-    output: Path
     mlperf_log: MlperfLog | None = None
 
     def __post_init__(self) -> None:
-        config, output = self.config, self.output
-        self.pipeline = TrainPipeline(
-            self.model,
-            binary_cross_entropy,
-            self.optimizers,
-            autocast=config.precision.autocast,
-        )
-        self.history = History(read_loss_every=config.read_loss_every)
-        self.epochs = Epochs(self.loader, config.epochs)
-        self.early_stop = config.early_stop()
-        self.schedulers = [config.schedule.scheduler(optimizer) for optimizer in self.optimizers]
-        self.checkpoints = CheckpointFolder(output / "checkpoint", keep=2)
-        self.best = CheckpointFolder(output / "best", keep=1)
-        self.state = TrainingRun(
-            model=self.model,
-            optimizers=self.optimizers,
-            others={
-                "history": self.history,
-                "epochs": self.epochs,
-                "early_stop": self.early_stop,
-                **{f"schedulers.{i}": scheduler for i, scheduler in enumerate(self.schedulers)},
-            },
-        )
-        self.checkpoints.claim()
-        self._saved_step = self.checkpoints.load(self.state)
+        super().__post_init__()
+        self.epochs = Epochs(self.loader, self.config.epochs)
+        self.early_stop = self.config.early_stop()
+        self.best = CheckpointFolder(self.output / "best", keep=1)
+        self._saved_step = self.load(epochs=self.epochs, early_stop=self.early_stop)
         self._check_optimizers()
 
     def _check_optimizers(self) -> None:
@@ -94,11 +60,7 @@ class TrainLoop:
         with (
             StopSignal() as stop,
             Progress(self._num_steps(), done=self.history.num_steps) as progress,
-            MetricsWriter(
-                self.output,
-                tensorboard=self.config.tensorboard,
-                after_step=self.history.num_steps,
-            ) as metrics,
+            self.metrics_writer() as metrics,
             self.pipeline,
         ):
             if self._saved_step is not None:
@@ -115,16 +77,8 @@ class TrainLoop:
                     self._save(wait=self.is_done)
                 if self.is_done:
                     break
-                train(
-                    self.pipeline,
-                    self.epochs,
-                    schedulers=self.schedulers,
-                    max_steps=self._steps_until_due(),
-                    history=self.history,
-                    progress=progress,
-                    metrics=metrics,
-                    stop=stop,
-                )
+                max_steps = self._steps_until_due()
+                self.train(self.epochs, progress, metrics, stop, max_steps=max_steps)
             if stop.is_agreed:
                 self._save(wait=True)
                 progress.note(f"step {self.history.num_steps}: saved, and stopped by a signal")
@@ -169,9 +123,8 @@ class TrainLoop:
         if self.mlperf_log is not None:
             self.mlperf_log.stop_evaluation(self._epoch(), now.auc)
         step = self.history.num_steps
-        self.history.add_evaluation(now)
+        self.add_evaluation(now, metrics)
         self._saved_step = None  # what may be saved of this step lacks it
-        metrics.write(step, validation_auc=now.auc, validation_logloss=now.logloss)
         progress.note(
             f"step {step}: training loss {self.history.losses[-1].loss:.4f}, "
             f"validation AUC {now.auc:.5f}, log loss {now.logloss:.4f}"

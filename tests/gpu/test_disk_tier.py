@@ -59,7 +59,7 @@ def test_captured_steps_equal_those_with_all_rows_on_the_gpu(
 def test_captured_steps_go_on_from_a_checkpoint(
     device: torch.device, tmp_path: Path, dynamic: Dynamic | None, wait: bool
 ) -> None:
-    """Of a run that goes on meanwhile; and in a run that has captured steps of its own before."""
+    """The saved run goes on meanwhile, and the resumed one has captured steps of its own before."""
     of_form, runs, found = batches("fixed", NUM_BATCHES), [], []
     for name in ("kept", "resumed"):
         model = StoredRanker(disk(tmp_path / name, 1), dynamic=dynamic).to(device)

@@ -85,7 +85,7 @@ def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFac
     """A folder that the wheel is installed in."""
     folder = tmp_path_factory.mktemp("installed")
     run_python_or_fail(
-        *("-m", "pip", "install", "--quiet", "--no-deps", "--no-index"),
+        *("-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--no-index"),
         *("--target", str(folder), str(distributions.wheel)),
         cwd=folder,
     )

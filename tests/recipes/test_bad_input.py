@@ -80,6 +80,15 @@ def test_fields_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (("dlrm_dcnv2", "--shared", "1"), "shared must be at least 0 and less than 1, got 1.0"),
         (("ctr-ml1m", "--seeds", "1", "1"), "seeds must be different and at least one"),
+        (("dlrm_dcnv2", "--eviction", "LRU"), "eviction must be left out without dynamic, got LRU"),
+        (
+            ("ctr-ml1m", "--shared", "0.1", "--capacity", "0.3"),
+            "shared must be left out without dynamic and capacity",
+        ),
+        (
+            ("ctr-ml1m", "--dynamic", "--shared", "0.1"),
+            "shared must be left out without dynamic and capacity, where no id is without a row",
+        ),
     ):
         with pytest.raises(SystemExit) as exit_info:
             parse(arguments)

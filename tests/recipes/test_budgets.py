@@ -14,15 +14,15 @@ LARGE = [
     *("--click-log.table-sizes", *ROWS),
 ]
 MODEL_BYTES = sum(ROWS) * 16 * 4 * 2
-"""Of rows and Adagrad's state."""
+"""Bytes of rows and Adagrad's state."""
 
 
 @pytest.mark.parametrize(("flags", "times"), [([], 4), (["--dynamic"], 2)], ids=str)
 def test_losses_are_those_of_tables_on_the_device(
     flags: list[str], times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a model of so many times what device and host have room for, in two passes; the ids of
-    dynamic tables are all on the device."""
+    """The model is so many times what device and host have room for, and is trained in two passes;
+    the ids of dynamic tables are all on the device."""
     expected = lines_of_dlrm(tmp_path / "device", *LARGE, *flags)
     capsys.readouterr()
     host = MODEL_BYTES // 10
@@ -39,7 +39,7 @@ def test_losses_are_those_of_tables_on_the_device(
 
 @pytest.mark.parametrize("device_bytes", [10**16, 10**13])
 def test_budgets_beyond_the_machine_are_refused(device_bytes: int, tmp_path: Path) -> None:
-    """Of a table of more rows than any machine holds, on the device and in host memory."""
+    """A table has more rows than any machine holds, on the device and in host memory."""
     flags = ["--device-bytes", device_bytes, "--host-bytes", 10**16, "--max-table-rows", 10**12]
     sizes = ("--click-log.table-sizes", 10**12, *ROWS[1:])
     with pytest.raises(ValueError, match=r"^tables do not fit: rank 0 will take .* free memory: "):

@@ -1,12 +1,16 @@
 """A recipe on two ranks, as ``make train`` starts it."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from recipes.train import main
 from tests.support import made_data
+from tests.support.ranks import run_on_ranks
 from torchembed.training import CheckpointFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,8 +30,18 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def go_on(output: Path, num_steps: int) -> tuple[str, str]:
+    """On a rank: what a run that goes on to ``num_steps`` prints, and says on standard error."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.redirect_stderr(io.StringIO()) as said,
+    ):
+        main(["dlrm_dcnv2", "--resume", str(output), "--max-steps", str(num_steps)])
+    return printed.getvalue(), said.getvalue()
+
+
 def test_two_ranks_end_with_one_result(tmp_path: Path) -> None:
-    """Of dynamic tables that evict, and of static ones beside them."""
+    """The model has dynamic tables that evict, and static ones beside them."""
     made_data.write_ml1m(tmp_path)
     run = torchrun(
         "ctr-ml1m", "--data", str(tmp_path), "--output", str(tmp_path / "out"),
@@ -48,7 +62,7 @@ def test_two_ranks_end_with_one_result(tmp_path: Path) -> None:
 
 
 def test_ranks_end_with_a_torchrun_that_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
-    """With dynamic tables that evict."""
+    """The run has dynamic tables that evict."""
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     process = subprocess.Popen(
         [
@@ -74,10 +88,9 @@ def test_ranks_end_with_a_torchrun_that_is_killed_and_the_run_goes_on(tmp_path: 
     process.communicate(timeout=240)
     steps = CheckpointFolder(tmp_path / "out" / "checkpoint").steps()
     num_steps = steps[-1] + 4
-    run = torchrun("dlrm_dcnv2", "--resume", str(tmp_path / "out"), "--max-steps", str(num_steps))
-    assert run.returncode == 0, run.stderr
-    assert f"step {steps[-1]}: goes on from its checkpoint" in run.stderr
-    result = json.loads(run.stdout.splitlines()[-1].removeprefix("RESULT "))
+    printed, said = run_on_ranks(2, go_on, tmp_path / "out", num_steps)[0]
+    assert f"step {steps[-1]}: goes on from its checkpoint" in said
+    result = json.loads(printed.splitlines()[-1].removeprefix("RESULT "))
     assert (result["num_ranks"], result["num_steps"]) == (2, num_steps)
 
 

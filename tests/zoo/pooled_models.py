@@ -124,7 +124,7 @@ class DeepFM(Pooled):
 
 @POOLED.model("batches of two sizes in turns", clicks_of_two_sizes)
 class DeepFMOfTwoSizes(DeepFM):
-    """Whose batches are large or small."""
+    """DeepFM, trained by batches that are large or small."""
 
 
 @POOLED.model("a bag between offsets", bags_between_offsets, computes_loss=True)

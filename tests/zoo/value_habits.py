@@ -67,7 +67,7 @@ def changed_settings(sizes: Sizes) -> Case:
 @VALUES.habit("a meter that forward updates")
 def meter(sizes: Sizes) -> Case:
     class Mean:
-        """Of what it was given."""
+        """The mean of the values that it was given."""
 
         def __init__(self) -> None:
             self.total, self.count = torch.zeros((), device=sizes.device), 0

@@ -51,6 +51,10 @@ def test_a_step_is_cut_out_of_graphs_or_of_the_time(kernels_a_launch: int) -> No
         ("_rowwise_update_kernel", "row update"),
         ("void torchembed::(anonymous namespace)::update_kernel<float, true>", "row update"),
         ("split_embedding_backward_adagrad_cta_per_row", "row update"),
+        ("_move_rows_kernel", "rows to and from the host"),
+        ("_exchange_places_kernel", "rows to and from the host"),
+        ("_claim_slots_search_kernel", "slots of caches"),
+        ("_find_cached_kernel", "slots of caches"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("void at::native::reduce_kernel", "other"),
     ],
@@ -59,12 +63,31 @@ def test_kernels_have_stages(name: str, stage: str) -> None:
     assert timeline.Kernel(name, 0, 0.0, 1.0, 0).stage == stage
 
 
-def test_a_picture_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_stage_takes_and_what_hides_it() -> None:
+    kernels = [
+        timeline.Kernel("_move_rows_kernel", 1, 0.0, 10.0, 0),
+        timeline.Kernel("nvjet", 2, 2.0, 4.0, 0),
+        timeline.Kernel("nvjet", 3, 3.0, 4.0, 0),
+        timeline.Kernel("nvjet", 2, 12.0, 3.0, 0),
+    ]
+    assert timeline.times_of(kernels) == {
+        "rows to and from the host": (10.0, 5.0),  # 0 to 2 and 7 to 10
+        "matrix products": (8.0, 3.0),  # 2 to 7, 12 to 15
+    }
+
+
+def test_a_picture_is_a_png(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, picture = tmp_path / "step.json", tmp_path / "step.png"
     source.write_text(json.dumps(trace(30)))
     monkeypatch.setattr("sys.argv", ["timeline", str(source), str(picture)])
     timeline.main()
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("step: 0.295 ms; ")
+    # The copy runs between two kernels.
+    assert out[-1].split() == ["copies", "0.005", "0.005"] and len(out) == 5
     source.write_text(json.dumps({"traceEvents": []}))
     with pytest.raises(SystemExit, match=r"step\.json holds no kernels of a GPU"):
         timeline.main()
