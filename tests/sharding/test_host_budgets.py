@@ -47,7 +47,7 @@ def budget_of(
 def test_budgets_tell_devices_and_hosts_apart() -> None:
     budget = budget_of(make_stored_use(1000, "f", storage=HostMemory(cache_bytes=100 * LINE + 7)))
     assert budget.row_bytes == budget.state_bytes == 100 * LINE / 2
-    assert budget.index_bytes == 500 * 4 + 100 * 18
+    assert budget.index_bytes == 500 * 8 + 100 * 18
     assert budget.host_bytes == 500 * LINE
     assert str(budget).endswith("; and 62.5 KiB of its host")
     budget = budget_of(make_stored_use(1000, "f", storage=HostMemory(cache_rows=10**6)))
@@ -73,7 +73,7 @@ def test_the_memory_that_a_table_takes(dtype: torch.dtype) -> None:
     optimizer.step()
     (group,) = module.table_set.groups
     assert isinstance(group, TieredGroup)
-    found = [group.weight, *group.states, *group.cache]
+    found = [group.weight, *group.states, *group.cache, group._row_places._place_of_row]
     if group._slot_keys is not None:
         found += vars(group._slot_keys).values()
     use = table_uses(torch.nn.ModuleDict({"bags": module}))["bags.embedding_bags.t"]
@@ -98,7 +98,7 @@ def test_ranks_of_a_host_need_its_memory_together(is_on_host: bool) -> None:
     use = make_stored_use(1000, "f", storage=HostMemory(cache_rows=100))
     needed = 2 * 500 * LINE
     if is_on_host:
-        needed += 2 * (100 * (LINE + 18) + 500 * 4)
+        needed += 2 * (100 * (LINE + 18) + 500 * 8)
     for free in (needed, needed - 1):
         budgets = [budget_of(use, rank, is_on_host=is_on_host, free=free) for rank in (0, 1)]
         if free == needed:

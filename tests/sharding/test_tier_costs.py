@@ -71,7 +71,7 @@ def test_a_table_in_the_host_costs_its_cache_and_its_misses() -> None:
     on_device = place_table("t", make_use(1000, 16, "f").spec, Placement.TABLE_WISE, (1,))
     (without,), _ = model.table_loads(use, on_device)
     assert without[Load.HELD] - load[Load.HELD] == pytest.approx(
-        1000 * LINE - (100 * (LINE + 18) + 4 * 1000)
+        1000 * LINE - (100 * (LINE + 18) + 8 * 1000)
     )
     assert load[Load.HOST] == 1000 * LINE
     touched = 1000 * -math.expm1(-20 / 1000)
@@ -124,7 +124,7 @@ def test_on_cpus_rows_in_the_host_take_the_memory_of_ranks() -> None:
     (load,), _ = model.table_loads(use, plan)
     assert load[Load.HOST] == 0
     report = report_plan(ShardingPlan(num_ranks=2, tables=(plan,)), {"t": use}, model)
-    assert report.ranks[0].weight_bytes == 1000 * LINE + 100 * (LINE + 18) + 4000
+    assert report.ranks[0].weight_bytes == 1000 * LINE + 100 * (LINE + 18) + 8000
     assert Topology.of_hardware(CPU, ranks_per_node=1).devices_are_hosts
 
 

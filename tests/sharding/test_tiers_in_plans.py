@@ -134,7 +134,7 @@ def test_dynamic_tables_have_their_ids_on_the_device() -> None:
     storage = report.plan.table("t").storage
     assert storage is not None and storage.cache_rows is not None
     (rank,) = report.ranks
-    assert rank.weight_bytes == storage.cache_rows * (LINE + 18) + num_rows * (4 + 17)
+    assert rank.weight_bytes == storage.cache_rows * (LINE + 18) + num_rows * (8 + 17)
     assert rank.host_bytes == num_rows * LINE
     budget = memory_budget(
         report.plan, {"t": use}, 0, report=report, dense_bytes=0, free_bytes=10**9
@@ -162,7 +162,7 @@ def test_tables_keep_the_storage_of_their_configs() -> None:
     ]
     (rank,) = report.ranks
     assert rank.host_bytes == 2000 * LINE
-    assert rank.weight_bytes == 350 * (LINE + 18) + 2000 * 4 + 10 * LINE
+    assert rank.weight_bytes == 350 * (LINE + 18) + 2000 * 8 + 10 * LINE
     touched = 1000 * -math.expm1(-20 / 1000)
     assert rank.fetch_seconds == pytest.approx((0.9 + 0.75) * touched * LINE / 26e9)
     text = str(report)

@@ -179,13 +179,13 @@ class DictSlots:
     def admit(
         self,
         features: SparseFeatures,
-        rows: Tensor,
+        rows: Tensor | None,
         admission: Admission,
         is_valid: Tensor | None = None,
     ) -> AdmittedRows:
         trains = admission.is_trained is None or bool(admission.is_trained)
         found = self._found(features, is_valid, inserts=trains)
-        return AdmittedRows(torch.tensor(found, dtype=rows.dtype))
+        return AdmittedRows(torch.tensor(found, dtype=torch.int64))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,7 @@ def device_bytes(kind: OptimizerKind, num_rows: int) -> tuple[int, int]:
     cache = group.cache._replace(hand=torch.empty(0), counters=torch.empty(0))
     # The last row of each is no slot's.
     slots = [tensor[:-1] for tensor in (group.weight, *group.states)]
-    on_device = sum(tensor.nbytes for tensor in (*cache, *slots))
+    on_device = sum(tensor.nbytes for tensor in (*cache, *slots, group._row_places._place_of_row))
     return on_device, sum(t.nbytes for t in (group.stored_weight, *group.stored_states))
 
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 from torchembed.tables import Disk, HostMemory, Storage, padded_line_bytes
 from torchembed.tables.storage import rows_held
 
-ROW_NUMBER_BYTES = 4
-"""Memory of a cache, on the device, for each row that is stored: the number of its slot. Rows on
-disk have a second one, of their place in host memory."""
+ROW_INDEX_BYTES = 8
+"""Memory on the device for each row that is not stored there: the numbers of its slot in the cache
+and of its place in host memory, four bytes each."""
 SLOT_BYTES = 18
 """Memory of a cache, on the device, for each of its slots, beside the row: which row it holds, and
 its use. Places in host memory of rows on disk are slots in that."""
@@ -94,13 +94,14 @@ def host_line_bytes(storage: Storage | None, row_bytes: int, state_bytes: int) -
 
 
 def cache_index_bytes(num_cached: int, num_rows: int, *, is_rounded: bool) -> int:
-    """Bytes that a cache of ``num_cached`` of ``num_rows`` takes on the device beside them."""
+    """Bytes that a cache of ``num_cached`` of ``num_rows`` takes on the device beside them, and
+    what finds the others in host memory."""
     slot_bytes = SLOT_BYTES + (ROUNDED_SLOT_BYTES if is_rounded else 0)
-    return num_rows * ROW_NUMBER_BYTES + num_cached * slot_bytes
+    return num_rows * ROW_INDEX_BYTES + num_cached * slot_bytes
 
 
 def place_index_bytes(num_in_host: int, num_rows: int, *, takes_any_id: bool) -> int:
-    """Bytes on the device of what finds ``num_in_host`` rows in host memory, of ``num_rows`` on
-    disk."""
-    of_row = ROW_NUMBER_BYTES + (NEW_ROW_BYTES if takes_any_id else 0)
+    """Bytes on the device of what knows which of ``num_rows`` on disk are in ``num_in_host`` places
+    of host memory, beside their numbers."""
+    of_row = NEW_ROW_BYTES if takes_any_id else 0
     return num_rows * of_row + num_in_host * SLOT_BYTES
