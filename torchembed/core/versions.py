@@ -53,6 +53,8 @@ NEEDED_MODULES = {
         *("torch", "numpy", "triton", "torchrec", "fbgemm_gpu"),
         *("matplotlib", "polars", "pyarrow", "torchmetrics", "tqdm", "tyro"),
         *("build", "hypothesis", "pytest", "pytest_timeout", "rocksdict", "sklearn", "xdist"),
+        *("confluent_kafka", "grpc", "hiredis", "prometheus_client", "redis", "starlette"),
+        *("tritonclient", "uvicorn", "yaml"),
     ),
 }
 """Modules that each make target imports where it runs an interpreter that it did not set up."""

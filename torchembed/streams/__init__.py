@@ -1,0 +1,1 @@
+"""Update messages: changed rows and dense parameters, from the trainer to servers."""
