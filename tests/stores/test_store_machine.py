@@ -11,7 +11,14 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from torchembed.stores import MemoryStore, RocksDBOptions, RocksDBStore, RowStore
+from torchembed.stores import (
+    MemoryStore,
+    RocksDBOptions,
+    RocksDBStore,
+    RowStore,
+    VolatileMemoryStore,
+    VolatileOptions,
+)
 
 LINE_BYTES = {"a": 3, "b": 1}
 KEYS = st.sampled_from([-(2**63), -300, -1, 0, 1, 2, 300, 2**63 - 1])
@@ -102,6 +109,11 @@ class MemoryMachine(StoreMachine):
         return MemoryStore()
 
 
+class VolatileMemoryMachine(StoreMachine):
+    def opened(self) -> RowStore:
+        return VolatileMemoryStore(VolatileOptions(num_partitions=3, max_batch_rows=5))
+
+
 class RocksDBMachine(StoreMachine):
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
@@ -134,7 +146,10 @@ class RocksDBMachine(StoreMachine):
         shutil.rmtree(self.folder)
 
 
-@pytest.mark.parametrize(("machine", "num_examples"), [(MemoryMachine, 40), (RocksDBMachine, 8)])
+@pytest.mark.parametrize(
+    ("machine", "num_examples"),
+    [(MemoryMachine, 40), (VolatileMemoryMachine, 20), (RocksDBMachine, 8)],
+)
 def test_store(machine: Callable[[], StoreMachine], num_examples: int) -> None:
     settings = hypothesis.settings(max_examples=num_examples, stateful_step_count=25)
     run_state_machine_as_test(machine, settings=settings)

@@ -17,16 +17,21 @@ from torchembed.stores import (
     RowStore,
     RowStoreError,
     RowTable,
+    VolatileMemoryStore,
 )
 
 KEYS = [-(2**63), -(2**32), -257, -1, 0, 1, 255, 256, 2**32, 2**63 - 1]
 LINE_BYTES = 5
 
 
-@pytest.fixture(params=["memory", "rocksdb"])
+@pytest.fixture(params=["memory", "rocksdb", "volatile memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RowStore]:
-    store = MemoryStore() if request.param == "memory" else RocksDBStore(tmp_path / "store")
-    with store:
+    stores: dict[str, Callable[[], RowStore]] = {
+        "memory": MemoryStore,
+        "rocksdb": lambda: RocksDBStore(tmp_path / "store"),
+        "volatile memory": VolatileMemoryStore,
+    }
+    with stores[request.param]() as store:
         yield store
 
 

@@ -11,12 +11,15 @@ from torchembed.stores.read_ahead import ReadAheadCounts, ReadAheadTable
 from torchembed.stores.rocksdb import RocksDBStore
 from torchembed.stores.rocksdb_files import sync_to_disk
 from torchembed.stores.rocksdb_options import Compression, RocksDBOptions
+from torchembed.stores.volatile_memory import VolatileMemoryStore
+from torchembed.stores.volatile_options import OverflowPolicy, VolatileOptions
 
 __all__ = [
     "Compression",
     "CorruptStoreError",
     "LineChunk",
     "MemoryStore",
+    "OverflowPolicy",
     "ReadAheadCounts",
     "ReadAheadTable",
     "RocksDBOptions",
@@ -25,5 +28,7 @@ __all__ = [
     "RowStoreError",
     "RowTable",
     "StoreInUseError",
+    "VolatileMemoryStore",
+    "VolatileOptions",
     "sync_to_disk",
 ]

@@ -1,0 +1,204 @@
+"""A store of a bounded number of rows in the memory of the host."""
+
+import itertools
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from torchembed.stores.access_refresher import AccessRefresher
+from torchembed.stores.arguments import (
+    check_keys,
+    check_lines,
+    check_positive,
+    check_same_line,
+    check_table,
+    check_write,
+)
+from torchembed.stores.bounded_rows import BoundedRows, FoundRows
+from torchembed.stores.errors import RowStoreError
+from torchembed.stores.interface import LineChunk
+from torchembed.stores.last_places import last_places
+from torchembed.stores.shared_lock import SharedLock
+from torchembed.stores.volatile_options import VolatileOptions
+
+
+class VolatileMemoryStore:
+    """Tables of lines by key (:class:`~torchembed.stores.RowStore`) in the memory of this process,
+    each partition of a table of at most ``overflow_margin_rows``.
+
+    Any number of threads read at once. A call of ``write`` is done in batches of
+    ``max_batch_rows``; after each one a partition with too many rows keeps exactly
+    ``overflow_resolution_target`` of them. When and how often rows were read is noted by a thread
+    behind the readers; :meth:`sync` and :meth:`close` wait for it.
+
+    A table takes the bytes of its lines, up to an eighth more, and 28 to 75 bytes a row for its
+    keys. A snapshot copies all lines.
+
+    Args:
+        options: how tables are bounded; by default they are not.
+    """
+
+    def __init__(self, options: VolatileOptions | None = None) -> None:
+        self.options = options or VolatileOptions()
+        self._tables: dict[str, _VolatileMemoryTable] = {}
+        self._is_snapshot = False
+        self._is_open = True
+        self._lock = threading.RLock()
+        self._refresher: AccessRefresher[_Read] = AccessRefresher("torchembed accesses to memory")
+
+    @property
+    def num_lost_accesses(self) -> int:
+        """Keys whose reads were not noted, since too many waited to be."""
+        return self._refresher.num_lost_keys
+
+    def table(self, name: str, line_bytes: int) -> "_VolatileMemoryTable":
+        check_table(name, line_bytes)
+        with self._lock:
+            self._check_open()
+            table = self._tables.get(name)
+            if table is None:
+                self._check_writable()
+                rows = BoundedRows(line_bytes, self.options)
+                table = self._tables[name] = _VolatileMemoryTable(self, name, line_bytes, rows)
+            check_same_line("this store", name, table.line_bytes, line_bytes)
+            return table
+
+    def tables(self) -> dict[str, int]:
+        with self._lock:
+            self._check_open()
+            return {name: table.line_bytes for name, table in self._tables.items()}
+
+    def sync(self) -> None:
+        """Return when all reads before are noted. Nothing survives the process."""
+        self._check_open()
+        self._refresher.flush()
+
+    def snapshot(self) -> "VolatileMemoryStore":
+        with self._lock:
+            self._check_open()
+            copied = VolatileMemoryStore(self.options)
+            copied._tables = {
+                name: table._copied_to(copied) for name, table in self._tables.items()
+            }
+            copied._is_snapshot = True
+            return copied
+
+    def close(self) -> None:
+        self._refresher.close()
+        with self._lock:
+            self._is_open = False
+            self._tables.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise RowStoreError("this store in memory is closed; make another one")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self._is_snapshot:
+            raise RowStoreError("a snapshot cannot be written; write to the store it was taken of")
+
+
+class _Read(NamedTuple):
+    """A read that is to be noted."""
+
+    found: FoundRows
+    num_moves: int
+    epoch: int
+
+
+class _VolatileMemoryTable:
+    """Lines by key (:class:`~torchembed.stores.RowTable`) in bounded memory."""
+
+    def __init__(
+        self, store: VolatileMemoryStore, name: str, line_bytes: int, rows: BoundedRows
+    ) -> None:
+        self.name = name
+        self.line_bytes = line_bytes
+        self._store = store
+        self._rows = rows
+        self._lock = SharedLock()
+        self._epochs = itertools.count(1)
+        """Reads and batches of writes in their order, which is their time."""
+        self._notes = store.options.notes_accesses
+
+    def read(self, keys: Tensor, lines: Tensor) -> Tensor:
+        return self._read(keys, lines, is_noted=self._notes and not self._store._is_snapshot)
+
+    def write(self, keys: Tensor, lines: Tensor) -> None:
+        check_write(keys, lines, self.line_bytes)
+        places, lines_array = last_places(keys.numpy()), lines.numpy()
+        if places is not None:
+            keys, lines_array = keys[places], lines_array[places]
+        max_rows = self._store.options.max_batch_rows
+        # Once also for no keys, so that it is known whether the store may be written.
+        for begin in range(0, max(len(keys), 1), max_rows):
+            batch = slice(begin, begin + max_rows)
+            with self._lock.alone():
+                self._store._check_writable()
+                self._rows.write(keys[batch], lines_array[batch], next(self._epochs))
+                self._rows.resolve_overflows()
+
+    def delete(self, keys: Tensor) -> None:
+        check_keys(keys)
+        with self._lock.alone():
+            self._store._check_writable()
+            self._rows.delete(keys)
+
+    def chunks(self, max_rows: int) -> Iterator[LineChunk]:
+        check_positive("max_rows", max_rows)
+        with self._lock.shared():
+            self._store._check_open()
+            keys = self._rows.keys()
+        return self._read_chunks(keys.split(max_rows))
+
+    def num_rows(self) -> int:
+        with self._lock.shared():
+            self._store._check_open()
+            return len(self._rows)
+
+    def note_reads(self, reads: list[_Read]) -> None:
+        """Note reads; for the refresher's thread alone, beside which nobody else does."""
+        with self._lock.shared():
+            for read in reads:
+                self._rows.note(*read)
+
+    def _read(self, keys: Tensor, lines: Tensor, *, is_noted: bool) -> Tensor:
+        check_keys(keys)
+        check_lines(lines, keys, self.line_bytes)
+        # Found once, and noted later, when the caller may have changed them.
+        keys = keys.clone() if is_noted else keys
+        with self._lock.shared():
+            self._store._check_open()
+            found = self._rows.find(keys)
+            is_found = self._rows.read(found, lines.numpy())
+            read = _Read(found, self._rows.num_moves, next(self._epochs))
+        if is_noted:
+            self._store._refresher.add(self, read, len(keys))
+        return is_found
+
+    def _read_chunks(self, pieces: tuple[Tensor, ...]) -> Iterator[LineChunk]:
+        for keys in pieces:
+            lines = torch.empty(len(keys), self.line_bytes, dtype=torch.uint8)
+            found = self._read(keys, lines, is_noted=False)
+            if found.any():
+                yield LineChunk(keys[found], lines[found])
+
+    def _copied_to(self, store: VolatileMemoryStore) -> "_VolatileMemoryTable":
+        with self._lock.shared():
+            return _VolatileMemoryTable(store, self.name, self.line_bytes, self._rows.copied())
