@@ -64,12 +64,13 @@ def contents(model: nn.Module) -> dict[str, Any]:
         if isinstance(value, Tensor) and "embedding_bags" not in name
     }
     assert found
+    if not tables.has_dynamic_tables:
+        return found | {n: p for n, p in model.named_parameters() if "embedding_bags" in n}
     for name, of_table in tables.delta().tables.items():
         found[f"{name} shared"] = of_table.shared_rows
         for id_, row in zip(of_table.ids.tolist(), of_table.rows, strict=True):
             found[f"{name} {id_}"] = row
-    static = {n: p for n, p in model.named_parameters() if "embedding_bags" in n}
-    return found if tables.delta().tables else found | static
+    return found
 
 
 def assert_exports_are_the_model(output: Path, arguments: list[str]) -> dict[str, Any]:
