@@ -1,0 +1,283 @@
+"""The cache of rows on the devices that look them up."""
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchembed.core.key_partitions import partition_of
+from torchembed.ops.hash_table import Counter
+from torchembed.serving.levels.cache_access import CacheAccess
+from torchembed.serving.levels.cache_group import Bags, CacheGroup
+from torchembed.serving.levels.served_table import ServedTable, distinct_tables, positions_of
+
+
+class CacheKind(enum.Enum):
+    """What a cache holds, and how it changes."""
+
+    DYNAMIC = "dynamic"
+    """Rows that were used last; others are read from the levels below and take their places."""
+    STATIC = "static"
+    """Whole tables, as they were loaded; they take no updates."""
+    UVM = "uvm"
+    """Whole tables in the memory of the host, which lookups read by themselves, and on the device
+    the rows that are used most."""
+
+
+class FoundRows(NamedTuple):
+    """Where the rows of some ids are, in each group and on each device of the cache."""
+
+    slots: tuple[tuple[Tensor, ...], ...]
+    """For each group and device int64 ``[L]``, see :class:`CacheGroup`; -1 for ids of others."""
+    is_missing: Tensor
+    """bool ``[L]``: True for ids that are not cached."""
+    num_missing: Tensor
+    """int64 ``[1]``: how many these are."""
+
+
+class TableCounts(NamedTuple):
+    """Counts of a table in a cache since that was made."""
+
+    num_hits: int
+    """Ids that had a row, repeated ones counted."""
+    num_misses: int
+    """Ids that had none."""
+    num_rows: int
+    """Rows that are cached."""
+    capacity: int
+    """Rows that there is room for."""
+    num_insertions: int
+    num_evictions: int
+    num_refusals: int
+    """Rows that found no room, since that was taken by others of the same insertion."""
+
+
+class EmbeddingCache:
+    """Rows of served tables on one device, or divided over several by partitions of their keys.
+
+    Tables of one dim and format are one array of rows and one hash table, whatever their number.
+    A lookup is a few operations of static shapes on the device and waits for nothing, so that it
+    may be captured in a CUDA graph; the number of ids that it misses is a tensor. Any number of
+    threads may look up and change rows at once: whoever does so enters :attr:`access` first, and
+    no row is then ever read while it is written.
+
+    Args:
+        tables: of several equal ones one counts, so that models share tables by their names.
+        device: one device, or several: the first one takes keys and gives rows.
+        num_rows: rows that there is room for: of each table by its name, or of all together, in
+            equal parts. Rounded up to whole buckets of keys.
+        num_bytes: in place of it, the bytes of rows of all tables, in equal parts.
+        kind: what it holds.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[ServedTable],
+        device: torch.device | str | Sequence[torch.device | str] = "cpu",
+        *,
+        num_rows: int | Mapping[str, int] | None = None,
+        num_bytes: int | None = None,
+        kind: CacheKind = CacheKind.DYNAMIC,
+    ) -> None:
+        self.tables = distinct_tables(tables)
+        self.kind = kind
+        given = [device] if isinstance(device, (str, torch.device)) else list(device)
+        if not given:
+            raise ValueError("device must name at least one device, got none")
+        self.devices = tuple(map(_with_index, given))
+        self.access = CacheAccess(self.devices)
+        counts = _rows_of_tables(self.tables, num_rows, num_bytes)
+        self.members = _by_form(self.tables)
+        """The places of each group's tables among :attr:`tables`."""
+        self.group_of = [0] * len(self.tables)
+        for group, places in enumerate(self.members):
+            for place in places:
+                self.group_of[place] = group
+        self._groups = [
+            [
+                CacheGroup(
+                    [self.tables[place] for place in places],
+                    [-(-counts[place] // len(self.devices)) for place in places],
+                    each,
+                )
+                for each in self.devices
+            ]
+            for places in self.members
+        ]
+        local = torch.full((len(self.members), len(self.tables) + 1), -1, dtype=torch.int32)
+        for group, places in enumerate(self.members):
+            local[group, places] = torch.arange(len(places), dtype=torch.int32)
+        self._local_tables = local.to(self.device)
+        """The number of each table in each group, -1 of those of others; the last one, which index
+        -1 reads, is of no table."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that keys come to and rows are given on."""
+        return self.devices[0]
+
+    def group(self, table: int) -> CacheGroup:
+        """The group of a table, on the first device: its dim and format are those of all."""
+        return self._groups[self.group_of[table]][0]
+
+    def find(self, keys: Tensor, tables: Tensor, *, is_use: bool = True) -> FoundRows:
+        """Find the rows of ids.
+
+        Args:
+            keys: int64 ``[L]``.
+            tables: int32 ``[L]``: places among :attr:`tables`, -1 where there is no id.
+            is_use: whether the rows are recent from then on, and counted.
+        """
+        owners = partition_of(keys, len(self.devices)) if len(self.devices) > 1 else None
+        all_slots: list[tuple[Tensor, ...]] = []
+        is_missing = torch.zeros(keys.shape, dtype=torch.bool, device=self.device)
+        for local, shards in zip(self._local_tables, self._groups, strict=True):
+            local_tables = tables if len(self._groups) == 1 else local[tables.long()]
+            slots: list[Tensor] = []
+            for number, shard in enumerate(shards):
+                of_shard = local_tables
+                if owners is not None:
+                    of_shard = torch.where(owners == number, local_tables, -1)
+                found = shard.find(keys.to(shard.device), of_shard.to(shard.device), is_use=is_use)
+                is_missing |= found.is_missing.to(self.device)
+                slots.append(found.slots)
+            all_slots.append(tuple(slots))
+        return FoundRows(tuple(all_slots), is_missing, is_missing.sum(0, keepdim=True))
+
+    def read(self, found: FoundRows, group: int) -> Tensor:
+        """The rows of the ids of a group's tables, default rows where they are missing: float32
+        ``[L, dim]``, zeros for all other ids."""
+        parts = [
+            shard.read(slots).to(self.device)
+            for shard, slots in zip(self._groups[group], found.slots[group], strict=True)
+        ]
+        return _sum(parts)
+
+    def pool(
+        self,
+        found: FoundRows,
+        group: int,
+        bags: Bags,
+    ) -> Tensor:
+        """Pool the rows of the ids of a group's tables, straight from the cache: float32
+        ``[B, F, dim]``, in which other ids count as zeros."""
+        parts = [
+            shard.pool(slots, bags.to(shard.device)).to(self.device)
+            for shard, slots in zip(self._groups[group], found.slots[group], strict=True)
+        ]
+        return _sum(parts)
+
+    def insert(self, table: int, keys: Tensor, lines: Tensor) -> None:
+        """Write rows, in the place of the longest unused ones where there is no room.
+
+        Args:
+            table: place among :attr:`tables`.
+            keys: int64 ``[n]``, all different.
+            lines: uint8 ``[n, line_bytes]`` of the table's format.
+        """
+        for shard, tables in self._owners(table, keys):
+            shard.insert(keys.to(shard.device), tables, lines.to(shard.device))
+
+    def update(self, table: int, keys: Tensor, lines: Tensor) -> None:
+        """Write the rows of those of ``keys`` that are cached; arguments as :meth:`insert`."""
+        for shard, tables in self._owners(table, keys):
+            shard.update(keys.to(shard.device), tables, lines.to(shard.device))
+
+    def erase(self, table: int, keys: Tensor) -> None:
+        """Take the rows of ``keys`` out of the cache, where they are in it."""
+        for shard, tables in self._owners(table, keys):
+            shard.erase(keys.to(shard.device), tables)
+
+    def next_keys(self, share: float) -> list[tuple[int, Tensor]]:
+        """The keys of the next ``share`` of the slots, going around all of them from call to call:
+        tables' places among :attr:`tables`, and keys int64 ``[n]`` on the CPU; waits for the
+        devices."""
+        found: list[tuple[int, Tensor]] = []
+        for places, shards in zip(self.members, self._groups, strict=True):
+            for shard in shards:
+                found += [(places[local], keys) for local, keys in shard.next_keys(share)]
+        return found
+
+    def counts(self) -> dict[str, TableCounts]:
+        """Counts of each table, by its name; waits for the devices."""
+        found: dict[str, TableCounts] = {}
+        for places, shards in zip(self.members, self._groups, strict=True):
+            counters = [shard.hash_tables.counters.cpu() for shard in shards]
+            counts = torch.stack(counters).sum(0).tolist()
+            for local, place in enumerate(places):
+                of_table = counts[local]
+                found[self.tables[place].name] = TableCounts(
+                    num_hits=of_table[Counter.HITS],
+                    num_misses=of_table[Counter.MISSES],
+                    num_rows=of_table[Counter.SIZE],
+                    capacity=sum(shard.capacities[local] for shard in shards),
+                    num_insertions=of_table[Counter.INSERTED],
+                    num_evictions=of_table[Counter.EVICTED_FULL],
+                    num_refusals=of_table[Counter.REFUSED],
+                )
+        return found
+
+    def _owners(self, table: int, keys: Tensor) -> Iterator[tuple[CacheGroup, Tensor]]:
+        """Each shard of a table's group, and the table there of each of ``keys [n]``, int32 ``[n]``
+        on the shard's device: -1 for keys of other shards."""
+        group = self.group_of[table]
+        local = self.members[group].index(table)
+        owners = partition_of(keys, len(self.devices))
+        for number, shard in enumerate(self._groups[group]):
+            tables = torch.where(owners == number, local, -1).int()
+            yield shard, tables.to(shard.device)
+
+
+def _with_index(device: torch.device | str) -> torch.device:
+    """``device``, with the number of the current GPU where it is one without."""
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _by_form(tables: Sequence[ServedTable]) -> list[list[int]]:
+    """The places of tables of each dim and format."""
+    places: dict[tuple[int, object], list[int]] = {}
+    for place, table in enumerate(tables):
+        places.setdefault((table.dim, table.row_format), []).append(place)
+    return list(places.values())
+
+
+def _rows_of_tables(
+    tables: Sequence[ServedTable],
+    num_rows: int | Mapping[str, int] | None,
+    num_bytes: int | None,
+) -> list[int]:
+    """The rows of each table that there is to be room for."""
+    if (num_rows is None) == (num_bytes is None):
+        raise ValueError(
+            f"give exactly one of num_rows and num_bytes, got {num_rows} and {num_bytes}"
+        )
+    if isinstance(num_rows, Mapping):
+        positions_of(list(num_rows), tables)
+        lacking = [table.name for table in tables if table.name not in num_rows]
+        if lacking:
+            raise ValueError(f"num_rows must have all tables, got none for {lacking}")
+        counts = [num_rows[table.name] for table in tables]
+    elif num_rows is not None:
+        counts = [num_rows // len(tables)] * len(tables)
+    else:
+        assert num_bytes is not None
+        counts = [num_bytes // len(tables) // table.line_bytes for table in tables]
+    for table, count in zip(tables, counts, strict=True):
+        if count < 1:
+            raise ValueError(
+                f"the cache must have room for at least 1 row of table {table.name!r}, got "
+                f"{count}; give a larger num_rows or num_bytes"
+            )
+    return counts
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0)

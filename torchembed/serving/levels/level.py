@@ -1,0 +1,247 @@
+"""One level of rows: a store that may be away for a while."""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchembed.serving.levels.served_table import ServedTable
+from torchembed.stores import RowStore, RowStoreError, RowTable
+
+_log = logging.getLogger(__name__)
+
+FAULTS = (RowStoreError, OSError)
+"""What a store raises where it cannot do what was asked, whatever that was."""
+_EMPTIED_ROWS = 1 << 16
+"""Rows that are deleted at a time where a table is emptied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelStatistics:
+    """Counts of a level since it was made."""
+
+    name: str
+    num_hits: int
+    """Rows that it answered, each once a lookup."""
+    num_promoted_rows: int
+    """Rows that it was given since it lacked what a lower level had."""
+    num_faults: int
+    """Calls that raised."""
+    num_missed_keys: int
+    """Keys whose updates it has missed, and that will be deleted from it before it is read again;
+    -1 where there were too many, and whole tables will be emptied."""
+    is_away: bool
+    """True while it is left out."""
+
+
+class Level:
+    """A store whose faults are no one else's: after one it is left out for some time.
+
+    What is written or deleted meanwhile it has missed. Before it is used again, the keys of all
+    that are deleted from it, so that it never answers what is no longer so.
+
+    Args:
+        name: in statistics and in the log.
+        store: belongs to the caller, who closes it.
+        tables: those that are served.
+        back_off_seconds: for how long it is left out after a fault.
+        max_missed_keys: the most keys that it remembers having missed. Beyond that number it is to
+            be emptied of their tables.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: RowStore,
+        tables: Sequence[ServedTable],
+        *,
+        back_off_seconds: float,
+        max_missed_keys: int,
+    ) -> None:
+        self.name = name
+        self._store, self._served = store, tables
+        self._back_off_seconds, self._max_missed_keys = back_off_seconds, max_missed_keys
+        self._lock = threading.Lock()
+        """Guards all that follows; not held while the store is called."""
+        self._opened: dict[str, RowTable] = {}
+        self._is_away = self._is_returning = False
+        self._has_answered = False
+        """True where the store, being away, did what it was asked to do on its return."""
+        self._retry_at = 0.0
+        self._missed: dict[str, set[int]] = {}
+        self._lost_count: set[str] = set()
+        """Tables of which it missed more keys than are remembered."""
+        self._num_hits = self._num_promoted = self._num_faults = 0
+
+    def read(self, table: str, keys: Tensor, lines: Tensor) -> Tensor | None:
+        """As :meth:`RowTable.read`; None where the level is away."""
+        if not self._is_usable():
+            return None
+        try:
+            found = self._table(table).read(keys, lines)
+        except FAULTS as error:
+            self._note_fault(error)
+            return None
+        num_found = int(found.sum())
+        with self._lock:
+            self._num_hits += num_found
+        return found
+
+    def promote(self, table: str, keys: Tensor, lines: Tensor) -> None:
+        """Write rows that a lower level had; where the level is away it goes without them."""
+        if not len(keys) or not self._is_usable():
+            return
+        try:
+            self._table(table).write(keys, lines)
+        except FAULTS as error:
+            # It may have taken some of them, which are what the lower level has.
+            self._note_fault(error)
+            return
+        with self._lock:
+            self._num_promoted += len(keys)
+
+    def update(self, table: str, keys: Tensor, lines: Tensor | None) -> None:
+        """Write ``lines``, or where there are none delete ``keys``, now or when it is back."""
+        if not len(keys):
+            return
+        if not self._note_if_away(table, keys):
+            try:
+                self._change(table, keys, lines)
+            except FAULTS as error:
+                self._note_missed(table, keys)
+                self._note_fault(error)
+
+    def must_update(self, table: str, keys: Tensor, lines: Tensor | None) -> None:
+        """Write ``lines``, or where there are none delete ``keys``.
+
+        Raises:
+            RowStoreError, OSError: where the store cannot; it is as it was then.
+        """
+        if not len(keys):
+            return
+        try:
+            self._change(table, keys, lines)
+        except FAULTS as error:
+            self._note_fault(error)
+            raise
+
+    def table(self, name: str) -> RowTable:
+        """The table ``name`` of the store.
+
+        Raises:
+            RowStoreError, OSError: where the store cannot be reached.
+        """
+        return self._table(name)
+
+    def sync(self) -> None:
+        """As :meth:`RowStore.sync`."""
+        self._store.sync()
+
+    def statistics(self) -> LevelStatistics:
+        """The counts of now."""
+        with self._lock:
+            num_missed = sum(map(len, self._missed.values()))
+            return LevelStatistics(
+                name=self.name,
+                num_hits=self._num_hits,
+                num_promoted_rows=self._num_promoted,
+                num_faults=self._num_faults,
+                num_missed_keys=-1 if self._lost_count else num_missed,
+                is_away=self._is_away,
+            )
+
+    def _table(self, name: str) -> RowTable:
+        # Opened at the first use, since the store may be away when the level is made.
+        table = self._opened.get(name)
+        if table is None:
+            line_bytes = {table.name: table.line_bytes for table in self._served}[name]
+            table = self._opened[name] = self._store.table(name, line_bytes)
+        return table
+
+    def _change(self, table: str, keys: Tensor, lines: Tensor | None) -> None:
+        if lines is None:
+            self._table(table).delete(keys)
+        else:
+            self._table(table).write(keys, lines)
+
+    def _is_usable(self) -> bool:
+        """True if the level may be called; where it was away long enough, once it has what it
+        missed."""
+        with self._lock:
+            if not self._is_away:
+                return True
+            if self._is_returning or time.monotonic() < self._retry_at:
+                return False
+            self._is_returning = True
+        try:
+            return self._return()
+        finally:
+            with self._lock:
+                self._is_returning = False
+
+    def _return(self) -> bool:
+        """Delete all that was missed; True if that was done, and the level is used again."""
+        while True:
+            with self._lock:
+                missed, whole = self._missed, self._lost_count
+                self._missed, self._lost_count = {}, set()
+                if self._has_answered and not missed and not whole:
+                    self._is_away = self._has_answered = False
+                    _log.warning("level %s is used again", self.name)
+                    return True
+            try:
+                self._store.tables()
+                for name in whole:
+                    self._empty(self._table(name))
+                for name, keys in missed.items():
+                    self._table(name).delete(torch.tensor(sorted(keys), dtype=torch.int64))
+            except FAULTS as error:
+                with self._lock:
+                    for name, keys in missed.items():
+                        self._missed.setdefault(name, set()).update(keys)
+                    self._lost_count |= whole
+                self._note_fault(error)
+                return False
+            with self._lock:
+                self._has_answered = True
+
+    def _empty(self, table: RowTable) -> None:
+        for chunk in table.chunks(_EMPTIED_ROWS):
+            table.delete(chunk.keys)
+
+    def _note_if_away(self, table: str, keys: Tensor) -> bool:
+        """Note that ``keys`` are missed where the level is away, which is what it returns."""
+        # Asked first, so that an update brings it back as a lookup does.
+        self._is_usable()
+        with self._lock:
+            if self._is_away:
+                self._miss(table, keys)
+            return self._is_away
+
+    def _note_missed(self, table: str, keys: Tensor) -> None:
+        with self._lock:
+            self._miss(table, keys)
+
+    def _miss(self, table: str, keys: Tensor) -> None:
+        self._missed.setdefault(table, set()).update(keys.tolist())
+        if sum(map(len, self._missed.values())) > self._max_missed_keys:
+            self._lost_count.update(self._missed)
+            self._missed = {}
+
+    def _note_fault(self, error: Exception) -> None:
+        with self._lock:
+            self._num_faults += 1
+            was_away = self._is_away
+            self._is_away, self._has_answered = True, False
+            self._retry_at = time.monotonic() + self._back_off_seconds
+        if not was_away:
+            _log.warning(
+                "level %s is left out for %s s, and tried again then: %s",
+                self.name,
+                self._back_off_seconds,
+                error,
+            )

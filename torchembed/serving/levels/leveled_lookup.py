@@ -1,0 +1,372 @@
+"""Lookups through the cache and the levels below it."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from torchembed.core import checks
+from torchembed.core.features import SparseFeatures
+from torchembed.serving.levels.embedding_cache import CacheKind, EmbeddingCache, FoundRows
+from torchembed.serving.levels.feature_plan import FeaturePlan, num_of_samples
+from torchembed.serving.levels.feature_pooling import pool_cached, pool_rows
+from torchembed.serving.levels.insertion_thread import InsertionThread
+from torchembed.serving.levels.lookup_statistics import (
+    Count,
+    LookupStatistics,
+    LookupTotals,
+    Stage,
+)
+from torchembed.serving.levels.missing_rows import FetchedRows, MissingRows, num_distinct
+from torchembed.serving.levels.row_levels import RowLevels
+from torchembed.serving.levels.served_table import ServedFeature, positions_of
+
+
+class LookedUpRows(NamedTuple):
+    """Answer of :meth:`LeveledLookup.look_up`."""
+
+    rows: Tensor
+    """float32 ``[L, D]``."""
+    is_default: Tensor
+    """bool ``[L]``: True for ids that were answered by their table's default row."""
+
+
+class PooledFeatures(NamedTuple):
+    """Answer of :meth:`LeveledLookup.pooled`."""
+
+    vectors: dict[str, Tensor]
+    """For each feature float32 ``[B, D]``, or where it is not pooled ``[ids of the feature, D]``.
+    """
+    num_default_rows: Tensor
+    """int32 ``[B]``: how many ids of each sample were answered by their table's default row."""
+
+
+class _Missed(NamedTuple):
+    """A lookup that missed some ids."""
+
+    keys: Tensor
+    tables: Tensor
+    is_missing: Tensor
+    num_missing: int | None
+    """None where nobody has counted them yet."""
+    event: torch.cuda.Event | None
+    """When these are there, on a GPU."""
+
+
+class LeveledLookup:
+    """Looks up rows in a cache, and those that it lacks in the levels below.
+
+    Where the share of a lookup's distinct ids that are cached reaches ``hit_rate_threshold``, ids
+    that are not are answered by their table's default row at once, and a thread inserts their rows
+    behind; below it the lookup waits for the levels. Every answer says which ids got default rows,
+    those without a row in any level among them. Lookups and changes may come from any number of
+    threads at once, and no row is ever read while it is written.
+
+    Args:
+        cache: may be shared with others that have the same ``levels``.
+        levels: below it.
+        tables: names of the tables that :meth:`look_up` takes by their places; by default all of
+            the cache.
+        hit_rate_threshold: above 1 every lookup that misses ids waits for them. At 0 none does,
+            and none waits for a GPU either.
+        max_waiting_insertions: lookups whose rows wait to be inserted behind. Those of further
+            ones are not inserted: they are missed again.
+
+    Raises:
+        ValueError: for tables that cache or levels lack, or have in another form.
+    """
+
+    def __init__(
+        self,
+        cache: EmbeddingCache,
+        levels: RowLevels,
+        *,
+        tables: Sequence[str] | None = None,
+        hit_rate_threshold: float = 0.9,
+        max_waiting_insertions: int = 64,
+    ) -> None:
+        if not hit_rate_threshold >= 0:
+            raise ValueError(
+                f"hit_rate_threshold must not be negative, got {hit_rate_threshold}; above 1 every "
+                "lookup waits for missing rows"
+            )
+        if max_waiting_insertions < 1:
+            raise ValueError(
+                f"max_waiting_insertions must be positive, got {max_waiting_insertions}"
+            )
+        unequal = sorted(table.name for table in set(cache.tables).difference(levels.tables))
+        if unequal:
+            raise ValueError(
+                f"levels must have the cache's tables {unequal} in the same form; make both of one "
+                "list of tables"
+            )
+        self.cache, self.levels = cache, levels
+        self._threshold = hit_rate_threshold
+        names = [table.name for table in cache.tables] if tables is None else list(tables)
+        places = positions_of(names, cache.tables)
+        self.tables = tuple(cache.tables[place] for place in places)
+        """The tables that :meth:`look_up` takes, in their order."""
+        # The last one, which index -1 reads, is of no table.
+        self._places = torch.tensor([*places, -1], dtype=torch.int32, device=cache.device)
+        self._is_whole = places == list(range(len(cache.tables)))
+        self._plans: dict[tuple[tuple[str, ...], tuple[ServedFeature, ...]], FeaturePlan] = {}
+        self._totals = LookupTotals()
+        self._missing = MissingRows(cache, levels, self._totals)
+        self._behind = InsertionThread(
+            self._insert, lambda: self._totals.add(Count.FAILED_INSERTIONS), max_waiting_insertions
+        )
+
+    @torch.no_grad()
+    def look_up(self, keys: Tensor, tables: Tensor) -> LookedUpRows:
+        """Look up one row for each id.
+
+        Args:
+            keys: int64 ``[L]``, any integers.
+            tables: int32 ``[L]``: the place of each id's table among :attr:`tables`; -1 where there
+                is no id.
+
+        Returns:
+            On the cache's device. D is the greatest dim of the tables; narrower rows end in zeros.
+
+        Raises:
+            TypeError, ValueError: for another dtype or shape.
+        """
+        checks.check_dtype("keys", keys, (torch.int64,), "call .long()")
+        checks.check_dim("keys", keys, 1)
+        checks.check_dtype("tables", tables, (torch.int32,), "call .int()")
+        checks.check_numel("tables", tables, keys.numel(), "as keys has")
+        device = self.cache.device
+        keys, places = keys.to(device), tables.to(device)
+        if not self._is_whole:
+            places = self._places[places.long()]
+        with self._totals.timed(Stage.CACHE), self.cache.access.reading():
+            found = self.cache.find(keys, places)
+            rows = self._rows_of_all(found)
+        is_default = found.is_missing
+        for part in self._settle(keys, places, found):
+            dim = part.rows.shape[1]
+            rows[part.positions, :dim] = part.rows
+            is_default = is_default.index_copy(0, part.positions, ~part.is_found)
+        return LookedUpRows(rows, is_default)
+
+    @torch.no_grad()
+    def pooled(self, features: SparseFeatures, served: Sequence[ServedFeature]) -> PooledFeatures:
+        """Look up and pool features.
+
+        Sums are float32, in the order of the ids; a mean is divided by the number of a bag's ids,
+        and an empty bag gives zeros. ``features.weights`` are factors of each id's row.
+
+        Args:
+            features: B samples, on any device.
+            served: the features that are looked up, each with its table and pooling.
+
+        Returns:
+            On the cache's device.
+
+        Raises:
+            ValueError: for features that are lacking, or tables that are not served.
+        """
+        features, order = features.to(self.cache.device), (features.keys, tuple(served))
+        plan = self._plans.get(order)
+        if plan is None:
+            plan = self._plans[order] = FeaturePlan(self.cache, features.keys, served)
+        keys, places = features.values.long(), plan.tables_of(features)
+        with self._totals.timed(Stage.CACHE), self.cache.access.reading():
+            found = self.cache.find(keys, places)
+            vectors = pool_cached(features, plan, self.cache, found)
+        fetched, is_default = self._settle(keys, places, found), found.is_missing
+        if fetched:
+            vectors, is_default = self._pool_fetched(features, plan, keys, places, fetched)
+        return PooledFeatures(vectors, num_of_samples(features, is_default))
+
+    def apply_rows(
+        self,
+        table: str,
+        keys: Tensor,
+        rows: Tensor,
+        deleted_keys: Tensor | None = None,
+    ) -> None:
+        """Write rows in all levels, and in the cache where they are cached, then delete others
+        likewise. Lookups that begin after the return see them.
+
+        Args:
+            table: name of one of the cache's tables.
+            keys: int64 ``[n]``; of one that comes several times the last row counts.
+            rows: floating ``[n, D]``.
+            deleted_keys: int64 ``[m]``; those without a row are left alone.
+
+        Raises:
+            TypeError, ValueError: for another table, dtype or shape, or a static cache.
+            RowStoreError, OSError: where the lowest level cannot be written; calling again does no
+                harm.
+        """
+        place = positions_of([table], self.cache.tables)[0]
+        if self.cache.kind is CacheKind.STATIC:
+            raise ValueError(
+                f"table {table!r} must be in a cache that takes updates, got a static one; make "
+                "the cache with CacheKind.DYNAMIC or CacheKind.UVM"
+            )
+        served = self.cache.tables[place]
+        checks.check_float("rows", rows)
+        checks.check_shape("rows", rows, (len(keys), served.dim), "number of keys, dim")
+        lines, keys = served.row_format.encode(rows), keys.cpu()
+        deleted = keys[:0] if deleted_keys is None else deleted_keys.cpu()
+        with self.levels.updating(table, torch.cat([keys, deleted])):
+            self.levels.write_lines(table, keys, lines.cpu())
+            last = _last_places(keys)
+            with self.cache.access.writing():
+                self.cache.update(place, keys[last], lines[last.to(lines.device)])
+            self.levels.delete(table, deleted)
+            with self.cache.access.writing():
+                self.cache.erase(place, deleted)
+        self._totals.add(Count.UPDATED_ROWS, len(last))
+        self._totals.add(Count.DELETED_ROWS, len(deleted))
+
+    def refresh(self, share: float) -> int:
+        """Read a share of the cached rows again from the levels, going around all of them from call
+        to call; returns how many were read. Rows that no level has any more leave the cache, unless
+        a level is away. One thread at a time; waits for the devices.
+
+        Args:
+            share: in (0, 1].
+
+        Raises:
+            ValueError: for another share, or a static cache.
+        """
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be in (0, 1], got {share}")
+        if self.cache.kind is CacheKind.STATIC:
+            raise ValueError("a static cache is not refreshed; make it with CacheKind.DYNAMIC")
+        with self.cache.access.reading():
+            chosen = self.cache.next_keys(share)
+        for place, keys in chosen:
+            self._missing.refresh(place, keys)
+        num_rows = sum(len(keys) for _, keys in chosen)
+        self._totals.add(Count.REFRESHED_ROWS, num_rows)
+        return num_rows
+
+    def wait_for_insertions(self) -> None:
+        """Return when the rows that lookups have missed by now are inserted."""
+        self._behind.wait()
+
+    def statistics(self) -> LookupStatistics:
+        """The totals of now; waits for the devices."""
+        with self.cache.access.reading():
+            tables = self.cache.counts()
+        return self._totals.statistics(tables, self.levels.statistics())
+
+    def close(self) -> None:
+        """Insert what waits to be inserted, and end the thread that does it. Cache and levels are
+        the caller's."""
+        self._behind.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _settle(self, keys: Tensor, tables: Tensor, found: FoundRows) -> list[FetchedRows]:
+        """What the answer to ids that were not cached is to have beside default rows; of others
+        nothing is needed, or they are inserted behind."""
+        totals, is_static = self._totals, self.cache.kind is CacheKind.STATIC
+        totals.add(Count.LOOKUPS)
+        totals.add(Count.REQUESTED, keys.numel())
+        if self.cache.device.type == "cuda" and (is_static or self._threshold == 0):
+            self._insert_behind(keys, tables, found, None)
+            return []
+        with totals.timed(Stage.DEDUP):
+            num_missing = int(found.num_missing)
+            if not num_missing:
+                return []
+            totals.add(Count.MISSES, num_missing)
+            num_unique = num_distinct(keys, tables)
+            totals.add(Count.UNIQUE, num_unique)
+            num_lacking = num_distinct(keys, tables.masked_fill(~found.is_missing, -1))
+        if is_static or 1 - num_lacking / num_unique >= self._threshold:
+            self._insert_behind(keys, tables, found, num_missing)
+            return []
+        totals.add(Count.SYNCHRONOUS_LOOKUPS)
+        fetched = self._missing.fetch(keys, tables, found.is_missing)
+        totals.add(Count.DEFAULTS, sum(part.num_default for part in fetched))
+        return fetched
+
+    def _insert_behind(
+        self, keys: Tensor, tables: Tensor, found: FoundRows, num_missing: int | None
+    ) -> None:
+        """Have missing rows inserted by the thread; where their number is None it is counted
+        there."""
+        self._totals.add(Count.ASYNCHRONOUS_LOOKUPS)
+        if num_missing is not None:
+            self._totals.add(Count.DEFAULTS, num_missing)
+            if self.cache.kind is CacheKind.STATIC:
+                return
+        # The caller may have other ids in the memory of these once it has its answer.
+        missed = _Missed(keys.clone(), tables.clone(), found.is_missing.clone(), num_missing, None)
+        if keys.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(keys.device))
+            missed = missed._replace(event=event)
+        if not self._behind.offer(missed):
+            self._totals.add(Count.DROPPED_INSERTIONS)
+
+    @torch.no_grad()
+    def _insert(self, missed: _Missed) -> None:
+        """Insert what a lookup missed; the thread's part."""
+        if missed.event is not None:
+            missed.event.synchronize()
+        if missed.num_missing is None:
+            num_missing = int(missed.is_missing.sum())
+            self._totals.add(Count.MISSES, num_missing)
+            self._totals.add(Count.DEFAULTS, num_missing)
+        if self.cache.kind is not CacheKind.STATIC:
+            self._missing.fetch(missed.keys, missed.tables, missed.is_missing)
+
+    def _rows_of_all(self, found: FoundRows) -> Tensor:
+        """The rows of all groups: float32 ``[L, D]``."""
+        groups = [self.cache.read(found, group) for group in range(len(self.cache.members))]
+        dim = max(rows.shape[1] for rows in groups)
+        padded = [torch.nn.functional.pad(rows, (0, dim - rows.shape[1])) for rows in groups]
+        return padded[0] if len(padded) == 1 else torch.stack(padded).sum(0)
+
+    def _pool_fetched(
+        self,
+        features: SparseFeatures,
+        plan: FeaturePlan,
+        keys: Tensor,
+        tables: Tensor,
+        fetched: list[FetchedRows],
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The vectors of each feature, and which ids have default rows, where ``fetched`` has the
+        rows that were missing."""
+        cache, is_fetched = self.cache, torch.zeros_like(keys, dtype=torch.bool)
+        left, rows = fetched, dict[int, Tensor]()
+        while left:
+            for part in left:
+                is_fetched[part.positions] = True
+            with cache.access.reading():
+                found = cache.find(keys, tables, is_use=False)
+                rows = {
+                    planned.group: cache.read(found, planned.group) for planned in plan.poolings
+                }
+            # Others may have been evicted since they were found.
+            left = self._missing.fetch(keys, tables, found.is_missing & ~is_fetched)
+            fetched = fetched + left
+        is_default = torch.zeros_like(is_fetched)
+        for part in fetched:
+            rows[cache.group_of[part.table]][part.positions] = part.rows
+            is_default[part.positions] = ~part.is_found
+        return pool_rows(features, plan, rows), is_default
+
+
+def _last_places(keys: Tensor) -> Tensor:
+    """The last place of each distinct key: int64 ``[u]``."""
+    places = dict(zip(keys.tolist(), range(len(keys)), strict=True))
+    return torch.tensor(list(places.values()), dtype=torch.int64)
