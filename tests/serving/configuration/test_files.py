@@ -24,7 +24,8 @@ from torchembed.serving.configuration import (
     read_config,
     to_yaml,
 )
-from torchembed.serving.configuration.choices import CacheKind, OverflowPolicy, RowFormat
+from torchembed.serving.configuration.choices import CacheKind, RowFormat
+from torchembed.stores import OverflowPolicy
 
 
 def write(folder: Path, values: Any, name: str = "server.yaml") -> Path:
@@ -166,11 +167,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"volatile": {"password": "p"}}, "volatile.password must be left out where kind is memory"),
     (
         {"volatile": {"overflow_resolution_target": 0}},
-        "volatile.overflow_resolution_target must be above 0, at most 1, got 0",
-    ),
-    (
-        {"volatile": {"overflow_margin_rows": 5}},
-        "volatile.overflow_margin_rows must be left out without a persistent level, or",
+        "volatile.overflow_resolution_target must be above 0 and below 1, got 0",
     ),
     ({"volatile": None}, "volatile or persistent must be given"),
     ({"persistent": {"path": 5}}, "persistent.path must be a path, got 5"),

@@ -4,6 +4,12 @@ from torchembed.serving.configuration.addresses import Address, parse_address
 from torchembed.serving.configuration.cache_config import CacheConfig
 from torchembed.serving.configuration.choices import RowsOf, VolatileKind
 from torchembed.serving.configuration.files import read_config, to_yaml
+from torchembed.serving.configuration.hugectr_file import (
+    HugectrConfig,
+    is_hugectr,
+    read_hugectr_config,
+)
+from torchembed.serving.configuration.hugectr_models import HugectrModel, HugectrTable
 from torchembed.serving.configuration.level_configs import (
     PersistentConfig,
     RedisTlsConfig,
@@ -17,6 +23,9 @@ __all__ = [
     "Address",
     "BatchingConfig",
     "CacheConfig",
+    "HugectrConfig",
+    "HugectrModel",
+    "HugectrTable",
     "ModelConfig",
     "PersistentConfig",
     "RedisTlsConfig",
@@ -25,7 +34,9 @@ __all__ = [
     "UpdateConfig",
     "VolatileConfig",
     "VolatileKind",
+    "is_hugectr",
     "parse_address",
     "read_config",
+    "read_hugectr_config",
     "to_yaml",
 ]

@@ -39,11 +39,3 @@ class RowFormat(enum.Enum):
     BF16 = "bf16"
     FP8 = "fp8"
     INT8 = "int8"
-
-
-class OverflowPolicy(enum.Enum):
-    """Which rows leave a partition that is full."""
-
-    EVICT_OLDEST = "evict_oldest"
-    EVICT_LEAST_USED = "evict_least_used"
-    EVICT_RANDOM = "evict_random"

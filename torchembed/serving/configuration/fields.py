@@ -46,6 +46,20 @@ class Between:
 
 
 @dataclasses.dataclass(frozen=True)
+class Inside:
+    """Numbers above ``low`` and below ``high``."""
+
+    low: float
+    high: float
+
+    def allows(self, value: float) -> bool:
+        return self.low < value < self.high
+
+    def __str__(self) -> str:
+        return f"above {self.low} and below {self.high}"
+
+
+@dataclasses.dataclass(frozen=True)
 class AboveUpTo:
     """Numbers above ``bound``, up to ``most``."""
 
@@ -122,6 +136,11 @@ def _check_present(name: str, value: Any, hint: Any) -> None:
         _expect(is_number, name, "a whole number", value)
     else:
         _expect(isinstance(value, hint), name, _type_name(hint), value)
+    check_limit(name, value, limit)
+
+
+def check_limit(name: str, value: Any, limit: Limit | None) -> None:
+    """Raise ``ValueError`` for a number that ``limit`` does not allow."""
     if limit is not None:
         _expect(limit.allows(value), name, str(limit), value)
 

@@ -6,8 +6,16 @@ from pathlib import Path
 from typing import Annotated
 
 from torchembed.serving.configuration.addresses import check_address
-from torchembed.serving.configuration.choices import OverflowPolicy, VolatileKind
-from torchembed.serving.configuration.fields import AboveUpTo, AtLeast, Between, check_fields
+from torchembed.serving.configuration.choices import VolatileKind
+from torchembed.serving.configuration.fields import (
+    AboveUpTo,
+    AtLeast,
+    Between,
+    Inside,
+    check_fields,
+)
+from torchembed.stores import OverflowPolicy, VolatileOptions
+from torchembed.stores.volatile_options import MAX_BATCH_ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,12 +64,13 @@ class VolatileConfig:
     """For one command of Redis."""
     num_partitions: Annotated[int, AtLeast(1)] = 8
     """Of each table. It must stay what it was when the first row was written to Redis."""
-    max_batch_rows: Annotated[int, AtLeast(1)] = 65_536
+    max_batch_rows: Annotated[int, Between(1, MAX_BATCH_ROWS)] = 65_536
     """Rows of one command."""
     overflow_margin_rows: Annotated[int, AtLeast(1)] | None = None
-    """Rows of a partition from which on some are evicted; without it none are."""
+    """Rows of a partition from which on some are evicted; without it none are. Where there is no
+    persistent level, those are answered by their defaults then."""
     overflow_policy: OverflowPolicy = OverflowPolicy.EVICT_OLDEST
-    overflow_resolution_target: Annotated[float, AboveUpTo(0, 1)] = 0.8
+    overflow_resolution_target: Annotated[float, Inside(0, 1)] = 0.8
     """Part of ``overflow_margin_rows`` that is left then."""
     initial_share: Annotated[float, Between(0, 1)] = 1.0
     """Part of each table that is written to it when a model is loaded; 0 for nothing, where Redis
@@ -82,6 +91,17 @@ class VolatileConfig:
             if getattr(self, name):
                 raise ValueError(f"{name} must be left out where kind is memory; make kind redis")
 
+    @property
+    def options(self) -> VolatileOptions:
+        """What its store is made with."""
+        return VolatileOptions(
+            num_partitions=self.num_partitions,
+            overflow_margin_rows=self.overflow_margin_rows,
+            overflow_policy=self.overflow_policy,
+            overflow_resolution_target=self.overflow_resolution_target,
+            max_batch_rows=self.max_batch_rows,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PersistentConfig:
@@ -94,6 +114,8 @@ class PersistentConfig:
     path: Path
     is_read_only: bool = False
     """Whether its rows are served as they are, and neither loaded nor updated."""
+    is_loaded: bool = True
+    """Whether rows of models are written to it when these are loaded; False where it has them."""
     num_threads: Annotated[int, AtLeast(1)] = 8
     """Reads at once."""
     max_batch_rows: Annotated[int, AtLeast(1)] = 65_536

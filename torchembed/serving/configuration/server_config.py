@@ -56,16 +56,5 @@ class ServerConfig:
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise ValueError(f"models[{i}].name must not come twice, got {name!r} again")
-        self._check_levels()
-
-    def _check_levels(self) -> None:
-        volatile, persistent = self.volatile, self.persistent
-        if volatile is None and persistent is None:
+        if self.volatile is None and self.persistent is None:
             raise ValueError("volatile or persistent must be given, where rows are, got neither")
-        if volatile is None or persistent is not None:
-            return
-        if volatile.overflow_margin_rows is not None:
-            raise ValueError(
-                "volatile.overflow_margin_rows must be left out without a persistent level, or "
-                "evicted rows would be lost"
-            )
