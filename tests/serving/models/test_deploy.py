@@ -1,0 +1,160 @@
+"""Models become folders: what is found in them, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchembed
+from tests.serving.models.served_zoo import MODELS, ServedCase
+from torchembed.serving.models import DeployError, deploy, read_description, versions_in
+from torchembed.serving.models.description import ArgumentKind
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_shapes_of_models_are_deployed(name: str, tmp_path: Path) -> None:
+    case = MODELS[name]()
+    was_training = {n: m.training for n, m in case.model.named_modules()}
+    weights = {n: p.detach().clone() for n, p in case.model.named_parameters()}
+
+    folder = deploy(case.model, tmp_path, name="m", version=3, examples=case.examples(4))
+
+    assert versions_in(tmp_path, "m") == [3]
+    description = read_description(folder)
+    assert [f.name for f in description.features] == case.features
+    assert [i.name for i in description.inputs] == case.inputs
+    assert {n: m.training for n, m in case.model.named_modules()} == was_training
+    for parameter_name, parameter in case.model.named_parameters():
+        assert torch.equal(parameter, weights[parameter_name]) and parameter.requires_grad
+
+
+def _dlrm() -> ServedCase:
+    return MODELS["dlrm"]()
+
+
+def test_a_version_is_never_overwritten(tmp_path: Path) -> None:
+    case = _dlrm()
+    deploy(case.model, tmp_path, name="m", version=1, examples=case.examples(4))
+    with pytest.raises(FileExistsError, match=r"version must not be there yet, and .*m/1 is"):
+        deploy(case.model, tmp_path, name="m", version=1, examples=case.examples(4))
+
+
+class _Computes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = torchembed.Embedding(10, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.items(ids + 1).sum(1)
+
+
+class _ReadsWeight(_Computes):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.items(ids) @ self.items.weight[:3].T
+
+
+class _Specialized(_Computes):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.items(ids)[:, 0].reshape(4, 4) * 2
+
+
+class _Counts(_Computes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.get_buffer("count").add_(1)
+        return self.items(ids).sum((1, 2))
+
+
+class _Maxima(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = torchembed.EmbeddingBag(10, 4, mode="max")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.items(ids)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (_Computes(), "ids of items must be an argument of the model, or columns of one"),
+        (_ReadsWeight(), "must not read 'weight' of its tables items"),
+        (_Specialized(), "one that torch.export takes with any number of samples"),
+        (_Counts(), "must change nothing in evaluation, and its forward changes"),
+        (_Maxima(), "must pool by sums or means to be served, got mode='max'"),
+        (nn.Linear(2, 2), "must have tables of torchembed, and has none"),
+    ],
+)
+def test_models_that_cannot_be_served_are_named(
+    model: nn.Module, message: str, tmp_path: Path
+) -> None:
+    examples = torch.ones(4, 2, dtype=torch.int64)
+    with pytest.raises(DeployError, match=message):
+        deploy(model, tmp_path, name="m", version=1, examples=examples)
+    assert versions_in(tmp_path, "m") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "../m"}, "name must be 1 to 120 letters"),
+        ({"version": 0}, "version must be a positive integer, got 0"),
+        ({"version": True}, "version must be a positive integer, got True"),
+        ({"output": "softmax"}, 'output must be "sigmoid" or "as_it_is"'),
+        ({"output": {"buy": "sigmoid"}}, r"output must name outputs, \['output'\]"),
+        ({"output_names": ["a", "b"]}, "as many as the result has columns"),
+        ({"output_names": ["default_rows"]}, "none 'default_rows'"),
+        ({"output_names": [None]}, "outputs must be at least one"),
+        ({"defaults": {"x": 1.0}}, "defaults must name tables of the model"),
+        ({"store_names": {"x": "y"}}, "store_names must name tables of the model"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    case = _dlrm()
+    given = {"name": "m", "version": 1, "examples": case.examples(4)} | arguments
+    with pytest.raises(DeployError, match=message):
+        deploy(case.model, tmp_path, **given)  # type: ignore[arg-type]
+
+
+def test_one_sample_is_too_few_to_export(tmp_path: Path) -> None:
+    case = _dlrm()
+    with pytest.raises(DeployError, match="must hold at least 2 samples"):
+        deploy(case.model, tmp_path, name="m", version=1, examples=case.examples(1))
+
+
+def test_labels_and_losses_are_left_out(tmp_path: Path) -> None:
+    class Trained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items = torchembed.Embedding(10, 4)
+
+        def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            logits = self.items(batch["item"]).sum(1)
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, batch["label"])
+            return loss, logits
+
+    batch = {"item": torch.arange(4), "label": torch.rand(4)}
+    names = [None, "click"]
+    folder = deploy(Trained(), tmp_path, name="m", version=1, examples=batch, output_names=names)
+    description = read_description(folder)
+    assert [i.name for i in description.form().inputs] == ["item"]
+    kinds = {a.name: a.kind for a in description.arguments}
+    assert kinds["label"] is ArgumentKind.UNUSED
+    with pytest.raises(DeployError, match="output output_0 must have an element for each of 4"):
+        deploy(Trained(), tmp_path, name="m", version=2, examples=batch)
+
+
+def test_a_dynamic_tables_missing_rows_need_a_number(tmp_path: Path) -> None:
+    items = torchembed.Embedding(64, 4, dynamic=torchembed.Dynamic(missing="initial"))
+    model = nn.Sequential(items)
+    ids = torch.arange(4)
+    with pytest.raises(DeployError, match=r"give defaults=\{'0': 0.0\}"):
+        deploy(model, tmp_path, name="m", version=1, examples=ids)
+    folder = deploy(model, tmp_path, name="m", version=1, examples=ids, defaults={"0": 0.5})
+    assert read_description(folder).table("0").default == 0.5

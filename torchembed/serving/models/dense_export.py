@@ -1,0 +1,279 @@
+"""Export of all of a model but its tables."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.passes import move_to_device_pass
+
+from torchembed.serving.models.argument_tree import ArgumentTree
+from torchembed.serving.models.description import (
+    Argument,
+    ArgumentKind,
+    Combining,
+    DenseInput,
+    Output,
+)
+from torchembed.serving.models.errors import DeployError
+from torchembed.serving.models.fed_modules import FedFeatures, FedVectors, Vectors, fed_modules
+from torchembed.serving.models.outputs import OutputChoice
+from torchembed.serving.models.recording import Recording
+
+
+class DenseExport(NamedTuple):
+    """The dense part of a model.
+
+    Attributes:
+        program: takes weights, then ``arguments``; on the CPU.
+        weights: by name, in order.
+        arguments: where each further one comes from.
+        inputs: the dense inputs among them.
+        outputs: of the program, in order.
+    hotness: of jagged features of which the program takes a constant number of ids of each sample.
+    """
+
+    program: ExportedProgram
+    weights: dict[str, Tensor]
+    arguments: tuple[Argument, ...]
+    inputs: tuple[DenseInput, ...]
+    outputs: tuple[Output, ...]
+    hotness: dict[str, int]
+
+
+class _Example(NamedTuple):
+    argument: Argument
+    tensor: Tensor
+    dims: dict[int, Any]
+
+
+class _DensePart(nn.Module):
+    """A model as a function of its weights, arguments and vectors."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tree: ArgumentTree,
+        arguments: Sequence[Argument],
+        fed: FedVectors,
+        choice: OutputChoice,
+    ) -> None:
+        super().__init__()
+        # No submodule: its parameters are arguments here.
+        self._parts = (model, tree, arguments, fed, choice)
+
+    def forward(self, weights: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
+        model, tree, arguments, fed, choice = self._parts
+        leaves: dict[str, object] = {
+            name: FedFeatures(leaf, name)
+            for name, leaf in tree.leaves.items()
+            if not isinstance(leaf, Tensor)
+        }
+        vectors: dict[int, Vectors] = {}
+        for argument, tensor in zip(arguments, tensors, strict=True):
+            if argument.kind is ArgumentKind.VECTORS:
+                vectors[argument.lookup] = Vectors(tensor)
+            elif argument.kind is ArgumentKind.LENGTHS:
+                vectors[argument.lookup] = vectors[argument.lookup]._replace(lengths=tensor)
+            else:
+                leaves[argument.name] = tensor
+        fed.begin([vectors[number] for number in sorted(vectors)])
+        call = torch.func.functional_call(model, weights, tuple(tree.with_leaves(leaves)))
+        return list(choice.outputs(call).values())
+
+
+def export_dense(
+    model: nn.Module, tree: ArgumentTree, recording: Recording, choice: OutputChoice
+) -> DenseExport:
+    """Export ``model`` as it is, in evaluation mode.
+
+    Raises:
+        DeployError: where it cannot be exported for any number of samples.
+    """
+    fed = FedVectors(recording.calls)
+    batch = Dim("batch")
+    examples = [*_leaf_examples(tree, recording, batch), *_fed_examples(recording, batch, model)]
+    arguments = [example.argument for example in examples]
+    with fed_modules(model, list(recording.calls), fed), _frozen(model):
+        weights = _weights(model)
+        part = _DensePart(model, tree, arguments, fed, choice)
+        tensors = [example.tensor for example in examples]
+        with torch.no_grad():
+            versions = [tensor._version for tensor in (*weights.values(), *tensors)]
+            results = part(weights, tensors)
+            if versions != [tensor._version for tensor in (*weights.values(), *tensors)]:
+                raise DeployError(
+                    "model must change nothing in evaluation, and its forward changes a buffer or "
+                    "an argument; do so in training alone"
+                )
+            shapes = dict.fromkeys(weights), [example.dims for example in examples]
+            try:
+                program = torch.export.export(part, (weights, tensors), dynamic_shapes=shapes)
+            except DeployError:
+                raise
+            except Exception as error:
+                raise DeployError(
+                    "model must be one that torch.export takes with any number of samples, and is "
+                    f"not: {error}"
+                ) from error
+    # Labels, and losses of them, are looked at by nothing that is asked for.
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    placeholders = _placeholders(program, len(arguments))
+    kinds = [
+        _argument(example, placeholder, recording)
+        for example, placeholder in zip(examples, placeholders, strict=True)
+    ]
+    program = move_to_device_pass(program, "cpu")
+    program.example_inputs = None
+    inputs = [
+        DenseInput(
+            name=a.name,
+            dtype=str(example.tensor.dtype).removeprefix("torch."),
+            shape=tuple(example.tensor.shape[1:]),
+        )
+        for a, example in zip(kinds, examples, strict=True)
+        if a.kind is ArgumentKind.INPUT
+    ]
+    outputs = [
+        Output(name=name, shape=tuple(result.shape[1:]))
+        for name, result in zip(choice.names, results, strict=True)
+    ]
+    for output, result in zip(outputs, results, strict=True):
+        if result.dim() < 1 or result.shape[0] != recording.batch_size:
+            raise DeployError(
+                f"output {output.name} must have an element for each of "
+                f"{recording.batch_size} samples, got shape {list(result.shape)}; leave it out by "
+                "None in output_names"
+            )
+    hotness = _constant_hotness(examples, placeholders)
+    return DenseExport(program, weights, tuple(kinds), tuple(inputs), tuple(outputs), hotness)
+
+
+def _leaf_examples(tree: ArgumentTree, recording: Recording, batch: Dim) -> Iterator[_Example]:
+    for name, leaf in tree.leaves.items():
+        if not isinstance(leaf, Tensor):
+            continue
+        if name in recording.places.whole:
+            leaf = leaf.long()
+        dims: dict[int, Any] = {}
+        for dim, size in enumerate(leaf.shape):
+            if size == recording.batch_size:
+                dims = {dim: batch}
+                break
+        if not dims and name in recording.places.taken and leaf.dim():
+            dims = {0: Dim.AUTO}
+        argument = Argument(kind=ArgumentKind.INPUT, name=name)
+        yield _Example(argument, leaf.detach(), dims)
+
+
+def _fed_examples(recording: Recording, batch: Dim, model: nn.Module) -> Iterator[_Example]:
+    device = _device(model)
+    num_samples = recording.batch_size
+    for number, lookup in enumerate(recording.lookups):
+        dim = recording.tables[lookup.table].dim
+        vectors = Argument(kind=ArgumentKind.VECTORS, name=lookup.feature, lookup=number)
+        hotness = recording.features[lookup.feature].hotness
+        if lookup.combining is not Combining.EACH:
+            yield _Example(vectors, torch.zeros(num_samples, dim, device=device), {0: batch})
+        elif hotness is not None:
+            example = torch.zeros(num_samples, hotness, dim, device=device)
+            yield _Example(vectors, example, {0: batch})
+        else:
+            values, lengths = recording.jagged[number]
+            yield _Example(vectors, values, {0: Dim.AUTO})
+            argument = Argument(kind=ArgumentKind.LENGTHS, name=lookup.feature, lookup=number)
+            yield _Example(argument, lengths, {0: batch})
+
+
+def _device(model: nn.Module) -> torch.device:
+    tensors = [*model.parameters(), *model.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """A context in which no parameter requires a gradient."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _constant_hotness(
+    examples: Sequence[_Example], placeholders: Sequence[torch.fx.Node]
+) -> dict[str, int]:
+    """The features of which the program takes as many ids as samples, or a multiple of them."""
+    found: dict[str, int] = {}
+    num_samples = _samples(examples, placeholders)
+    for (argument, _, dims), placeholder in zip(examples, placeholders, strict=True):
+        if argument.kind is not ArgumentKind.VECTORS or dims[0] is not Dim.AUTO:
+            continue
+        size = placeholder.meta["val"].shape[0]
+        if isinstance(size, int):
+            raise DeployError(
+                f"model must take any number of ids of the jagged feature {argument.name}, and "
+                f"takes {size} alone; give it a fixed hotness"
+            )
+        ratio = size.node.expr / num_samples.node.expr
+        if ratio.is_Integer:
+            found[argument.name] = int(ratio)
+    return found
+
+
+def _samples(examples: Sequence[_Example], placeholders: Sequence[torch.fx.Node]) -> Any:
+    """The number of samples, as the program knows it."""
+    for example, placeholder in zip(examples, placeholders, strict=True):
+        for dim, kind in example.dims.items():
+            if kind is not Dim.AUTO:
+                return placeholder.meta["val"].shape[dim]
+    raise AssertionError("no argument has a row for each sample")
+
+
+def _placeholders(program: ExportedProgram, num_arguments: int) -> list[torch.fx.Node]:
+    """The places of the last arguments in the graph."""
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    return nodes[len(nodes) - num_arguments :]
+
+
+def _argument(example: _Example, placeholder: torch.fx.Node, recording: Recording) -> Argument:
+    argument, tensor, places = example.argument, example.tensor, recording.places
+    if argument.lookup in recording.jagged and argument.kind is ArgumentKind.VECTORS:
+        return dataclasses.replace(argument, shape=(-1, tensor.shape[1]))
+    if argument.kind is not ArgumentKind.INPUT:
+        return argument
+    if not placeholder.users:
+        shape = tuple(-1 if dim in example.dims else n for dim, n in enumerate(tensor.shape))
+        return Argument(
+            kind=ArgumentKind.UNUSED, name=argument.name, shape=shape, dtype=str(tensor.dtype)
+        )
+    if argument.name in places.whole:
+        if tensor.dim() > 2:
+            raise DeployError(
+                f"ids {argument.name} must be [B] or [B, n] where the model uses them beside its "
+                f"tables, got {list(tensor.shape)}"
+            )
+        return Argument(kind=ArgumentKind.IDS, name=argument.name, shape=tuple(tensor.shape[1:]))
+    if argument.name in places.taken:
+        raise DeployError(
+            f"{argument.name} must be used by tables alone, or be one id or several of each "
+            "sample, all of them looked up; give what else is made of it as another argument"
+        )
+    if 0 not in example.dims:
+        raise DeployError(
+            f"{argument.name} must have a row for each of {recording.batch_size} samples, got "
+            f"shape {list(tensor.shape)}"
+        )
+    return argument

@@ -1,0 +1,264 @@
+"""``deploy``: a trained model becomes a folder that servers load."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torchembed.checkpoints import RowSource, export_rows, model_rows
+from torchembed.checkpoints.storage import Storage
+from torchembed.core import ranks
+from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
+from torchembed.serving.models.argument_tree import ArgumentTree
+from torchembed.serving.models.dense_export import DenseExport, export_dense
+from torchembed.serving.models.dense_program import (
+    PROGRAM_FILE,
+    WEIGHTS_FILE,
+    program_bytes,
+    write_weights,
+)
+from torchembed.serving.models.description import (
+    DeployedTable,
+    Feature,
+    FileForm,
+    ModelDescription,
+)
+from torchembed.serving.models.errors import DeployError
+from torchembed.serving.models.model_folder import DESCRIPTION_FILE, TABLES_FOLDER, version_folder
+from torchembed.serving.models.outputs import OutputChoice
+from torchembed.serving.models.recording import Recording
+from torchembed.serving.models.table_modules import TableSource
+from torchembed.tables import RowChunk
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}")
+
+
+def deploy(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    name: str,
+    version: int,
+    examples: object,
+    output: str | Mapping[str, str] = "as_it_is",
+    output_names: Sequence[str | None] | None = None,
+    tables: Mapping[str, RowSource] | None = None,
+    store_names: Mapping[str, str] | None = None,
+    defaults: Mapping[str, float] | None = None,
+) -> Path:
+    """Write a version of ``model`` into a folder of models, whole or not at all.
+
+    The model runs once with the examples, in evaluation mode, to find which arguments its tables
+    look up; all else of it becomes a program of ``torch.export``. Tables are written as rows by id,
+    static and dynamic ones, wherever they are, also those that ranks share: then every rank calls
+    with the same arguments but its own examples, of equal form, and rank 0 writes the rest. The
+    model is left as it was.
+
+    Args:
+        folder: of all models; the version is ``<folder>/<name>/<version>``.
+        version: a positive integer that the model does not have there yet.
+        examples: arguments of ``forward``: a tuple for several; of at least 2 samples. Dense inputs
+            have a row for each sample. Ids are sparse features, or tensors ``[B]`` or ``[B, n]``
+            that go to an ``Embedding`` or ``EmbeddingBag`` as they come or by their columns.
+        output: ``"sigmoid"`` turns logits into probabilities; or by the name of the output.
+        output_names: a name for each tensor of the result, None for those to leave out, as losses;
+            or for each column of the only one. None for those that the result gives.
+        tables: rows to write in place of the model's own, by the name of the table, as
+            :func:`~torchembed.checkpoints.open_rows` and ``open_hugectr_rows`` give them.
+        store_names: of tables that several models share, the name under which they do.
+        defaults: what ids without a row are looked up as, by the name of the table, in all columns;
+            needed where the model does otherwise than with one number.
+
+    Returns:
+        The folder of the version.
+
+    Raises:
+        DeployError: where the model cannot be served; the message says why.
+        FileExistsError: where the version is there.
+        OSError: where writing fails.
+    """
+    what = f"deploy version {version} of {name}"
+    target = version_folder(folder, name, version)
+    partial = target.with_name(f".{target.name}.partial")
+    raise_on_all_ranks(lambda: _check_name(name, version), what)
+    whole = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    with _evaluating(whole):
+        tree = raise_on_all_ranks(lambda: ArgumentTree(whole, examples), what)
+        recording = raise_on_all_ranks(lambda: Recording(whole, tree), what)
+        choice = raise_on_all_ranks(lambda: OutputChoice(output, output_names), what)
+        dense = raise_on_all_ranks(
+            lambda: export_dense(whole, tree, recording, choice) if ranks.rank() == 0 else None,
+            what,
+        )
+    sources, shared, numbers = dict(tables or {}), dict(store_names or {}), dict(defaults or {})
+    raise_on_all_ranks(lambda: _check_tables(recording, sources, shared, numbers), what)
+
+    def begin() -> None:
+        if target.exists():
+            raise FileExistsError(f"version must not be there yet, and {target} is; take another")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        assert dense is not None
+        (partial / PROGRAM_FILE).write_bytes(program_bytes(dense.program))
+        write_weights(dense.weights, partial / WEIGHTS_FILE)
+
+    decide_on_first_rank(begin, what)
+    deployed = [
+        DeployedTable(
+            name=table,
+            store_name=shared.get(table),
+            dim=source.dim,
+            num_rows=_export_table(whole, source, sources.get(table), partial, what),
+            default=source.default(numbers.get(table)),
+            num_ids=source.num_ids,
+            bad_ids=source.bad_ids,
+        )
+        for table, source in recording.tables.items()
+    ]
+
+    def end() -> None:
+        assert dense is not None
+        description = _description(name, version, recording, dense, deployed, partial)
+        description_file = partial / DESCRIPTION_FILE
+        description_file.write_bytes(description.to_bytes())
+        for path in (*partial.rglob("*"), partial):
+            _sync(path)
+        partial.rename(target)
+        _sync(target.parent)
+
+    decide_on_first_rank(end, what)
+    return target
+
+
+def _description(
+    name: str,
+    version: int,
+    recording: Recording,
+    dense: DenseExport,
+    tables: Sequence[DeployedTable],
+    folder: Path,
+) -> ModelDescription:
+    storage = Storage(folder)
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        place = str(path.relative_to(folder))
+        # Rows have the checksums of their own index.
+        if not place.endswith(".safetensors") or place == WEIGHTS_FILE:
+            digest = storage.digest(storage.path(place))
+            assert digest.crc32 is not None
+            files[place] = FileForm(num_bytes=digest.num_bytes, crc32=digest.crc32)
+    description = ModelDescription(
+        name=name,
+        version=version,
+        inputs=dense.inputs,
+        features=tuple(_features(recording, dense.hotness)),
+        lookups=tuple(recording.lookups),
+        tables=tuple(tables),
+        weights=tuple(dense.weights),
+        arguments=dense.arguments,
+        outputs=dense.outputs,
+        files=files,
+    )
+    names = [form.name for form in description.form().inputs]
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise DeployError(f"inputs must have different names, and several are named {twice}")
+    return description
+
+
+def _features(recording: Recording, hotness: Mapping[str, int]) -> Iterator[Feature]:
+    """The features that tables look up, each once.
+
+    Args:
+        hotness: of features that came as jagged ones, and are none.
+    """
+    used = {lookup.feature for lookup in recording.lookups}
+    for name, feature in recording.features.items():
+        if name in used:
+            known = hotness.get(name, feature.hotness)
+            yield dataclasses.replace(feature, hotness=known)
+
+
+def _export_table(
+    model: nn.Module, source: TableSource, rows: RowSource | None, folder: Path, what: str
+) -> int:
+    """Write the rows of a table; returns how many all ranks together wrote."""
+    chunks = iter(())
+    if rows is None:
+        chunks = model_rows(model, source.weight_name, with_states=False)
+    elif ranks.rank() == 0:
+        chunks = iter(rows)
+    first = raise_on_all_ranks(lambda: next(chunks, None), what)
+    if not any(ranks.gather_objects(first is not None)) and ranks.rank() == 0:
+        # No rank has a row, as of a dynamic table that was never trained.
+        keys = torch.empty(0, dtype=torch.int64)
+        first = RowChunk(keys, torch.empty(0, source.dim), {})
+    counts = [0]
+
+    def counted() -> Iterator[RowChunk]:
+        for chunk in itertools.chain(() if first is None else (first,), chunks):
+            counts[0] += len(chunk.keys)
+            yield RowChunk(chunk.keys, chunk.rows, {})
+
+    export_rows(counted(), folder / TABLES_FOLDER / source.name)
+    return sum(ranks.gather_objects(counts[0]))
+
+
+def _check_name(name: str, version: int) -> None:
+    if not _NAME.fullmatch(name):
+        raise DeployError(
+            f"name must be 1 to 120 letters, digits, '.', '_' or '-', not '.' or '-' first, got "
+            f"{name!r}"
+        )
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise DeployError(f"version must be a positive integer, got {version!r}")
+
+
+def _check_tables(
+    recording: Recording,
+    sources: Mapping[str, RowSource],
+    shared: Mapping[str, str],
+    defaults: Mapping[str, float],
+) -> None:
+    for argument, given in (("tables", sources), ("store_names", shared), ("defaults", defaults)):
+        unknown = sorted(set(given) - set(recording.tables))
+        if unknown:
+            raise DeployError(
+                f"{argument} must name tables of the model, {list(recording.tables)}, got {unknown}"
+            )
+    for name, source in sources.items():
+        dim = recording.tables[name].dim
+        if source.embedding_dim != dim:
+            raise DeployError(
+                f"rows of table {name} must have {dim} columns, got {source.embedding_dim}"
+            )
+    for name, table in recording.tables.items():
+        table.default(defaults.get(name))
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which all modules are in evaluation mode."""
+    trained = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,248 @@
+"""``model.json``: what a version takes and gives, and how features reach tables."""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from torchembed.checkpoints.checked_json import from_checked_json, to_checked_json
+from torchembed.serving.interface import ModelForm, TensorForm
+from torchembed.serving.models.errors import ModelFolderError
+
+FORMAT_VERSION = 1
+"""Of ``model.json`` and what stands beside it; readers refuse greater ones."""
+DEFAULT_ROWS = "default_rows"
+"""The output with the number of ids of each sample that had no row to hand."""
+
+
+class Combining(enum.Enum):
+    """What becomes of the vectors of a bag's ids."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    EACH = "each"
+    """One vector for each id."""
+
+
+class BadIds(enum.Enum):
+    """What becomes of ids outside ``[0, num_ids)``."""
+
+    RAISE = "raise"
+    CLAMP = "clamp"
+    ZERO = "zero"
+
+
+class ArgumentKind(enum.Enum):
+    """Where an argument of the dense part comes from."""
+
+    INPUT = "input"
+    """A dense input of the request."""
+    IDS = "ids"
+    """The ids of a feature of fixed hotness, int64 ``[B, hotness]``."""
+    VECTORS = "vectors"
+    """What a lookup gives: ``[B, D]``, ``[B, hotness, D]``, or ``[L, D]`` of jagged features."""
+    LENGTHS = "lengths"
+    """Lengths of the bags of a lookup of a jagged feature, int64 ``[B]``."""
+    UNUSED = "unused"
+    """An argument that the outputs do not depend on, as labels are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseInput:
+    """An input of numbers, as requests have it."""
+
+    name: str
+    dtype: str
+    """Of numpy."""
+    shape: tuple[int, ...]
+    """Of one sample."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A feature of ids, as requests have it."""
+
+    name: str
+    hotness: int | None
+    """Ids of each sample; None for as many as there are."""
+    is_weighted: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lookup:
+    """The use of a table by a feature."""
+
+    feature: str
+    table: str
+    combining: Combining
+    is_weighted: bool
+    padding_id: int | None
+    """An id that bags are looked up without; None where there is none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeployedTable:
+    """A table of rows by id, in a folder of its own."""
+
+    name: str
+    store_name: str | None
+    """Under which several models share its rows; None for rows of this model alone."""
+    dim: int
+    num_rows: int
+    default: float
+    """All elements of the vector of an id without a row."""
+    num_ids: int | None
+    """Ids are in ``[0, num_ids)``; None for any."""
+    bad_ids: BadIds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Argument:
+    """An argument of the dense part, behind the weights."""
+
+    kind: ArgumentKind
+    name: str
+    """Of the input or feature; of the argument itself where it is unused."""
+    lookup: int = -1
+    """Position of the lookup."""
+    shape: tuple[int, ...] = ()
+    """Of an unused argument; -1 stands for the number of samples."""
+    dtype: str = ""
+    """Of an unused argument, of torch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """An output, float32, as answers have it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of one sample."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileForm:
+    """Size and checksum of a file of the folder."""
+
+    num_bytes: int
+    crc32: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """All that ``model.json`` says of a version."""
+
+    name: str
+    version: int
+    inputs: tuple[DenseInput, ...]
+    features: tuple[Feature, ...]
+    lookups: tuple[Lookup, ...]
+    tables: tuple[DeployedTable, ...]
+    weights: tuple[str, ...]
+    """Names of the dense part's first arguments, in ``dense.safetensors``."""
+    arguments: tuple[Argument, ...]
+    outputs: tuple[Output, ...]
+    files: Mapping[str, FileForm]
+    """By path in the folder: what the others must be."""
+
+    def form(self) -> ModelForm:
+        """What requests and answers are made of."""
+        inputs = [
+            TensorForm(name=i.name, dtype=np.dtype(i.dtype), shape=(-1, *i.shape))
+            for i in self.inputs
+        ]
+        for feature in self.features:
+            inputs += feature_forms(feature)
+        outputs = [
+            TensorForm(name=o.name, dtype=np.dtype(np.float32), shape=(-1, *o.shape))
+            for o in self.outputs
+        ]
+        outputs.append(TensorForm(name=DEFAULT_ROWS, dtype=np.dtype(np.int32), shape=(-1,)))
+        return ModelForm(
+            name=self.name, version=str(self.version), inputs=tuple(inputs), outputs=tuple(outputs)
+        )
+
+    def feature(self, name: str) -> Feature:
+        """The feature of a name."""
+        return next(feature for feature in self.features if feature.name == name)
+
+    def table(self, name: str) -> DeployedTable:
+        """The table of a name."""
+        return next(table for table in self.tables if table.name == name)
+
+    def to_bytes(self) -> bytes:
+        """The file's content: JSON, with a checksum of itself."""
+        return to_checked_json({"format": FORMAT_VERSION, **_plain(dataclasses.asdict(self))})
+
+    @classmethod
+    def parse(cls, content: bytes, path: object) -> Self:
+        """What the content of the file ``path`` describes.
+
+        Raises:
+            ModelFolderError: where it was changed or cut off, or is of a later format.
+        """
+        try:
+            fields = from_checked_json(content)
+        except ValueError as error:
+            raise ModelFolderError(f"{path} is corrupt, deploy again: {error}") from None
+        found = fields.pop("format", None) if isinstance(fields, dict) else None
+        if found != FORMAT_VERSION:
+            raise ModelFolderError(
+                f"{path} must be of format {FORMAT_VERSION}, which this torchembed reads, got "
+                f"{found!r}; deploy with this torchembed, or serve with the later one"
+            )
+        try:
+            return cls(
+                name=fields["name"],
+                version=fields["version"],
+                inputs=tuple(DenseInput(**_tuples(i)) for i in fields["inputs"]),
+                features=tuple(Feature(**f) for f in fields["features"]),
+                lookups=tuple(
+                    Lookup(**{**u, "combining": Combining(u["combining"])})
+                    for u in fields["lookups"]
+                ),
+                tables=tuple(
+                    DeployedTable(**{**t, "bad_ids": BadIds(t["bad_ids"])})
+                    for t in fields["tables"]
+                ),
+                weights=tuple(fields["weights"]),
+                arguments=tuple(
+                    Argument(**_tuples({**a, "kind": ArgumentKind(a["kind"])}))
+                    for a in fields["arguments"]
+                ),
+                outputs=tuple(Output(**_tuples(o)) for o in fields["outputs"]),
+                files={path: FileForm(**form) for path, form in fields["files"].items()},
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ModelFolderError(f"{path} is corrupt, deploy again: {error!r}") from None
+
+
+def feature_forms(feature: Feature) -> list[TensorForm]:
+    """The arrays of a feature in a request."""
+    ids = np.dtype(np.int64)
+    shape = (-1,) if feature.hotness is None else (-1, feature.hotness)
+    forms = [TensorForm(name=feature.name, dtype=ids, shape=shape)]
+    if feature.hotness is None:
+        name = f"{feature.name}.lengths"
+        forms.append(TensorForm(name=name, dtype=np.dtype(np.int32), shape=(-1,)))
+    if feature.is_weighted:
+        name = f"{feature.name}.weights"
+        forms.append(TensorForm(name=name, dtype=np.dtype(np.float32), shape=shape))
+    return forms
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with the values of enums in their place."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {**fields, "shape": tuple(fields["shape"])}

@@ -1,0 +1,82 @@
+"""The folder of a version: where its parts are, and whether they are as they were written."""
+
+from pathlib import Path
+
+from torchembed.checkpoints import RowSource, open_rows
+from torchembed.checkpoints.storage import FileDigest, Storage
+from torchembed.serving.models.description import ModelDescription
+from torchembed.serving.models.errors import ModelFolderError
+
+DESCRIPTION_FILE = "model.json"
+TABLES_FOLDER = "tables"
+
+
+def version_folder(folder: str | Path, name: str, version: int) -> Path:
+    """The folder of a version of a model in the folder of all models."""
+    return Path(folder) / name / str(version)
+
+
+def versions_in(folder: str | Path, name: str) -> list[int]:
+    """The versions of a model that are whole, ascending; none where there is no such model."""
+    of_model = Path(folder) / name
+    found = of_model.iterdir() if of_model.is_dir() else ()
+    numbers = (int(path.name) for path in found if _is_version(path))
+    return sorted(numbers)
+
+
+def models_in(folder: str | Path) -> list[str]:
+    """The models that have a version, in alphabetical order."""
+    root = Path(folder)
+    names = (path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else ()
+    return sorted(name for name in names if versions_in(root, name))
+
+
+def _is_version(path: Path) -> bool:
+    is_number = path.name.isascii() and path.name.isdigit() and not path.name.startswith("0")
+    return is_number and (path / DESCRIPTION_FILE).is_file()
+
+
+def read_description(folder: str | Path) -> ModelDescription:
+    """What the folder of a version says of it; its other files are not looked at.
+
+    Raises:
+        ModelFolderError: where it is damaged, or of a later format.
+    """
+    path = Path(folder) / DESCRIPTION_FILE
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ModelFolderError(
+            f"{folder} must be a folder that deploy() wrote, and its {DESCRIPTION_FILE} cannot be "
+            f"read: {error}"
+        ) from None
+    return ModelDescription.parse(content, path)
+
+
+def check_files(folder: str | Path, description: ModelDescription) -> None:
+    """Raise ``ModelFolderError`` where a file beside rows is not as it was written."""
+    storage = Storage(folder)
+    for place, form in description.files.items():
+        wanted = FileDigest(form.num_bytes, form.crc32)
+        try:
+            found = storage.digest(storage.path(place))
+        except OSError as error:
+            raise ModelFolderError(f"{folder} lacks its file {place}: {error}") from None
+        if found != wanted:
+            raise ModelFolderError(
+                f"{folder}/{place} must have {wanted.num_bytes} bytes and CRC-32 "
+                f"{wanted.crc32:08x} as it was written, got {found.num_bytes} and "
+                f"{found.crc32:08x}; it is corrupt: deploy again"
+            )
+
+
+def open_table(folder: str | Path, table: str) -> RowSource:
+    """The rows of a table, checked.
+
+    Raises:
+        ModelFolderError: where they are not as they were written.
+    """
+    try:
+        return open_rows(Path(folder) / TABLES_FOLDER / table)
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(f"table {table} of {folder} is corrupt: {error}") from error

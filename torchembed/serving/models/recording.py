@@ -1,0 +1,243 @@
+"""How features reach table modules, found out by running the model once."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchembed.core.features import SparseFeatures, as_sparse_features
+from torchembed.core.mixed_features import MixedFeatures
+from torchembed.serving.models.argument_tree import AnyFeatures, ArgumentTree
+from torchembed.serving.models.description import Combining, Feature, Lookup
+from torchembed.serving.models.errors import DeployError
+from torchembed.serving.models.id_places import IdPlaces
+from torchembed.serving.models.table_modules import (
+    TableModule,
+    TableSource,
+    configs_of,
+    is_collection,
+    is_embedding_bag,
+    is_pooled,
+    table_modules,
+    table_sources,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedCall:
+    """One call of a table module.
+
+    Attributes:
+        lookups: positions of its lookups, one for each result.
+        names: of the results of a collection.
+        kind: the class of the result, and of its parts where it is a mapping.
+        part_kind: the class of the parts.
+        dtype: of the vectors.
+        shape: of the result of a module of one table, without the samples.
+    """
+
+    lookups: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    kind: type
+    part_kind: type | None = None
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+
+
+class Recording:
+    """The run of a model with examples: its features, lookups and tables.
+
+    Attributes:
+        features: by name.
+        jagged: values ``[L, D]`` and lengths ``[B]`` of the examples, by the position of a lookup
+            of each id's vector, where the feature is jagged.
+        lookups: each use of a table by a feature, once.
+        tables: those that are looked up, by name.
+        calls: of each table module, by its path, in order.
+        batch_size: samples of the examples.
+    """
+
+    def __init__(self, model: nn.Module, tree: ArgumentTree) -> None:
+        """Run ``model`` once; as it is, in evaluation mode, without gradients.
+
+        Raises:
+            DeployError: where what a table looks up does not come straight from the arguments.
+        """
+        self.features: dict[str, Feature] = {}
+        self.lookups: list[Lookup] = []
+        self.tables: dict[str, TableSource] = {}
+        self.calls: dict[str, list[RecordedCall]] = {}
+        self.jagged: dict[int, tuple[Tensor, Tensor]] = {}
+        self._modules = table_modules(model)
+        if not self._modules:
+            raise DeployError(
+                "model must have tables of torchembed, and has none; serve it as it is, or give it "
+                "a torchembed.EmbeddingBagCollection"
+            )
+        self._names = _table_names(self._modules)
+        self._sizes: set[int] = set()
+        # Copies: views of one tensor would be taken for each other.
+        leaves = {n: _own_memory(leaf) for n, leaf in tree.leaves.items()}
+        self.places = IdPlaces({n: t for n, t in leaves.items() if isinstance(t, Tensor)})
+        self._sparse = {n: f for n, f in leaves.items() if not isinstance(f, Tensor)}
+        self._find_features(self._sparse)
+        hooks = [
+            module.register_forward_hook(self._recorder(path), with_kwargs=True)
+            for path, module in self._modules.items()
+        ]
+        try:
+            with torch.no_grad():
+                model(*tree.with_leaves(leaves))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if len(self._sizes) != 1:
+            raise DeployError(
+                f"all tables must be looked up for one number of samples, got "
+                f"{sorted(self._sizes) or 'no lookup at all'}"
+            )
+        (self.batch_size,) = self._sizes
+        if self.batch_size < 2:
+            raise DeployError(
+                f"examples must hold at least 2 samples, so that their number can be told from a "
+                f"constant, got {self.batch_size}"
+            )
+
+    def _find_features(self, sparse: Mapping[str, AnyFeatures]) -> None:
+        for features in sparse.values():
+            for part in _parts(features):
+                self._sizes.add(part.batch_size)
+                for place, key in enumerate(part.keys):
+                    hotness = None if part.hotness is None else part.hotness[place]
+                    # A weighted lookup makes it a weighted feature.
+                    self._add(Feature(name=key, hotness=hotness, is_weighted=False))
+
+    def _add(self, feature: Feature) -> None:
+        known = self.features.setdefault(feature.name, feature)
+        if known.hotness != feature.hotness:
+            raise DeployError(
+                f"feature {feature.name} must have one form in all arguments, got hotness "
+                f"{known.hotness} and {feature.hotness}"
+            )
+        if feature.is_weighted:
+            self.features[feature.name] = feature
+
+    def _recorder(self, path: str) -> Any:
+        def record(
+            module: TableModule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        ) -> None:
+            names = ("features",) if is_collection(module) else _ARGUMENTS
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            make = self._collection_call if is_collection(module) else self._single_call
+            self.calls.setdefault(path, []).append(make(path, module, arguments, result))
+
+        return record
+
+    def _collection_call(
+        self, path: str, module: TableModule, arguments: dict[str, Any], result: Any
+    ) -> RecordedCall:
+        (features,) = arguments.values()
+        if not any(features is known for known in self._sparse.values()):
+            raise DeployError(
+                f"features of {path} must be an argument of the model as it came, and are made in "
+                "its forward; make them before"
+            )
+        weighted = getattr(module, "is_weighted", lambda: False)()
+        lookups = []
+        for source, config in zip(table_sources(path, module), configs_of(module), strict=True):
+            table = self._table(path, source)
+            pooling = Combining(config.pooling.value) if is_pooled(module) else Combining.EACH
+            lookups += [
+                self._lookup(feature, table, pooling, weighted, None)
+                for feature in config.feature_names
+            ]
+        is_keyed = is_pooled(module)
+        if not is_keyed:
+            for number, vectors in zip(lookups, result.values(), strict=True):
+                if self.features[self.lookups[number].feature].hotness is None:
+                    lengths = vectors.offsets().diff()
+                    self.jagged[number] = (vectors.values().detach().float(), lengths.long())
+        parts = {} if is_keyed else result
+        values = result.values() if is_keyed else next(iter(parts.values())).values()
+        return RecordedCall(
+            lookups=tuple(lookups),
+            names=tuple(result.keys()),
+            kind=type(result),
+            part_kind=None if is_keyed else type(next(iter(parts.values()))),
+            dtype=values.dtype,
+        )
+
+    def _single_call(
+        self, path: str, module: Any, arguments: dict[str, Any], result: Tensor
+    ) -> RecordedCall:
+        (source,) = table_sources(path, module)
+        table, ids = self._table(path, source), arguments["input"]
+        weights = arguments.get("per_sample_weights")
+        offsets = arguments.get("offsets")
+        self._sizes.add(result.shape[0])
+        if is_embedding_bag(module) and module.mode == "max":
+            raise DeployError(
+                f"{path} must pool by sums or means to be served, got mode='max'; look vectors up "
+                "by an Embedding and take their maximum"
+            )
+        place = self.places.find(path, ids, offsets, weights, result.shape[0], module)
+        feature = Feature(name=place.name, hotness=place.hotness, is_weighted=weights is not None)
+        self._add(feature)
+        pools = is_embedding_bag(module)
+        number = self._lookup(
+            place.name,
+            table,
+            Combining(module.mode) if pools else Combining.EACH,
+            weights is not None,
+            module.padding_idx if pools else None,
+        )
+        return RecordedCall(
+            lookups=(number,), kind=Tensor, dtype=result.dtype, shape=tuple(result.shape[1:])
+        )
+
+    def _table(self, path: str, source: TableSource) -> str:
+        name = self._names[path, source.name]
+        self.tables.setdefault(name, source._replace(name=name))
+        return name
+
+    def _lookup(
+        self, feature: str, table: str, combining: Combining, weighted: bool, padding: int | None
+    ) -> int:
+        if weighted:
+            self._add(dataclasses.replace(self.features[feature], is_weighted=True))
+        lookup = Lookup(
+            feature=feature,
+            table=table,
+            combining=combining,
+            is_weighted=weighted,
+            padding_id=padding,
+        )
+        if lookup not in self.lookups:
+            self.lookups.append(lookup)
+        return self.lookups.index(lookup)
+
+
+_ARGUMENTS = ("input", "offsets", "per_sample_weights")
+
+
+def _own_memory(leaf: Tensor | AnyFeatures) -> Tensor | AnyFeatures:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _parts(features: AnyFeatures) -> tuple[SparseFeatures, ...]:
+    if isinstance(features, MixedFeatures):
+        return features.parts
+    return (as_sparse_features(features),)
+
+
+def _table_names(modules: Mapping[str, TableModule]) -> dict[tuple[str, str], str]:
+    """The name of each table, by its module's path and its own name: the latter where no other
+    table has it."""
+    of_tables = [(p, s.name) for p, module in modules.items() for s in table_sources(p, module)]
+    names = [name for _, name in of_tables]
+    return {
+        (path, name): name if names.count(name) == 1 else f"{path}.{name}"
+        for path, name in of_tables
+    }

@@ -1,0 +1,119 @@
+"""The table modules of a model, and what their tables need to be served."""
+
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
+
+from torchembed.core.types import OnBadId
+from torchembed.modules.collection import Collection
+from torchembed.modules.sharded.sharded_collection import ShardedCollection
+from torchembed.modules.sharded.sharded_single_table import ShardedSingleTable
+from torchembed.modules.single_table import SingleTable
+from torchembed.serving.models.description import BadIds
+from torchembed.serving.models.errors import DeployError
+from torchembed.tables import Dynamic, HashedRows, Missing
+
+TableModule: TypeAlias = Collection | ShardedCollection | SingleTable | ShardedSingleTable
+_KINDS = (Collection, ShardedCollection, SingleTable, ShardedSingleTable)
+_BAD_IDS = {
+    OnBadId.RAISE: BadIds.RAISE,
+    OnBadId.CLAMP: BadIds.CLAMP,
+    OnBadId.ZERO: BadIds.ZERO,
+}
+
+
+class TableSource(NamedTuple):
+    """A table of a model."""
+
+    name: str
+    weight_name: str
+    """In the model's ``state_dict``."""
+    dim: int
+    num_ids: int | None
+    """Ids are in ``[0, num_ids)``; None for any."""
+    bad_ids: BadIds
+    missing: object
+    """What an id without a row is looked up as."""
+
+    def default(self, given: float | None) -> float:
+        """All elements of the vector of an id without a row.
+
+        Args:
+            given: what the caller wants; None for what the model has.
+
+        Raises:
+            DeployError: where the model has no such number.
+        """
+        if given is not None:
+            return float(given)
+        if self.missing is Missing.ZEROS:
+            return 0.0
+        if isinstance(self.missing, tuple) and len(set(self.missing)) == 1:
+            return float(self.missing[0])
+        raise DeployError(
+            f"ids without a row of table {self.name} must be looked up as one number in all "
+            f"columns, and the model looks them up as {self.missing!r}; give "
+            f"defaults={{{self.name!r}: 0.0}}"
+        )
+
+
+def table_modules(model: nn.Module) -> dict[str, TableModule]:
+    """The table modules in ``model`` by their paths, each once."""
+    return {path: m for path, m in model.named_modules() if isinstance(m, _KINDS)}
+
+
+def is_collection(module: TableModule) -> bool:
+    """True for modules of several tables, which take sparse features."""
+    return isinstance(module, Collection | ShardedCollection)
+
+
+def is_pooled(module: TableModule) -> bool:
+    """True for modules that give a vector for each bag."""
+    if isinstance(module, Collection | ShardedCollection):
+        return module.is_pooled
+    return hasattr(module, "mode")
+
+
+def is_embedding_bag(module: TableModule) -> bool:
+    """True for the modules that stand for ``torch.nn.EmbeddingBag``."""
+    return not is_collection(module) and is_pooled(module)
+
+
+def configs_of(module: TableModule) -> list[Any]:
+    """The configs of a collection's tables, in order."""
+    name = "embedding_bag_configs" if is_pooled(module) else "embedding_configs"
+    return getattr(module, name)()
+
+
+def table_sources(path: str, module: TableModule) -> list[TableSource]:
+    """The tables of the module at ``path``, in order."""
+    prefix = f"{path}." if path else ""
+    if isinstance(module, Collection | ShardedCollection):
+        return [
+            TableSource(
+                name=config.name,
+                weight_name=f"{prefix}{module._container}.{config.name}.weight",
+                dim=config.embedding_dim,
+                num_ids=None if config.dynamic is not None else config.num_embeddings,
+                bad_ids=_BAD_IDS[module._on_bad_id],
+                missing=_missing(config.dynamic),
+            )
+            for config in configs_of(module)
+        ]
+    dynamic = module.dynamic
+    return [
+        TableSource(
+            name=path or "table",
+            weight_name=f"{prefix}weight",
+            dim=module.embedding_dim,
+            num_ids=None if dynamic is not None else module.num_embeddings,
+            bad_ids=_BAD_IDS[module._on_bad_id],
+            missing=_missing(dynamic),
+        )
+    ]
+
+
+def _missing(dynamic: Dynamic | None) -> object:
+    if dynamic is not None and isinstance(dynamic.missing, HashedRows):
+        return dynamic.missing
+    return Missing.ZEROS if dynamic is None else dynamic.missing_value
