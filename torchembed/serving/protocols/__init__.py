@@ -1,5 +1,7 @@
 """The protocols by which a server is asked: the Open Inference Protocol over HTTP and gRPC."""
 
+from torchembed.serving.protocols.ending import serve_until_signalled
+from torchembed.serving.protocols.grpc_server import GrpcServer
 from torchembed.serving.protocols.http_server import HttpServer
 from torchembed.serving.protocols.metrics import (
     HistogramTotal,
@@ -18,6 +20,7 @@ from torchembed.serving.protocols.options import (
 __all__ = [
     "ClientTimeouts",
     "ExecutionTotals",
+    "GrpcServer",
     "HistogramTotal",
     "HttpServer",
     "MetricKind",
@@ -26,4 +29,5 @@ __all__ = [
     "ServerMetrics",
     "ServerOptions",
     "TlsFiles",
+    "serve_until_signalled",
 ]

@@ -25,6 +25,7 @@ from torchembed.serving.protocols.refusals import (
     TooLargeError,
     UnauthorizedError,
     UnsupportedError,
+    shortened,
 )
 
 _logger = logging.getLogger("torchembed.serving")
@@ -166,7 +167,7 @@ class Endpoint:
         for kind, status in _STATUSES:
             if isinstance(error, kind):
                 self.metrics.refused("http", kind.__name__.removesuffix("Error"))
-                reply = json_reply({"error": str(error)}, status)
+                reply = json_reply({"error": shortened(error)}, status)
                 if status == 401:
                     return reply._replace(
                         headers=(*reply.headers, (b"www-authenticate", b"Bearer"))
@@ -191,7 +192,7 @@ class Endpoint:
                 model=inferred.model if inferred else None,
                 version=inferred.version if inferred else None,
                 num_default_rows=inferred.num_default_rows if inferred else None,
-                error=None if error is None else str(error),
+                error=None if error is None else shortened(error),
             )
         )
 

@@ -27,7 +27,7 @@ class RequestLimits:
     max_requests_at_once: int = 1024
     """Under way, those included that wait for a thread."""
     max_bytes_at_once: int = 1024 * _MIB
-    """Of the bodies of all requests under way over HTTP."""
+    """Of the bodies of all requests under way."""
     max_connections: int = 4096
     """Open at once over HTTP."""
 

@@ -18,3 +18,12 @@ class UnauthorizedError(PermissionError):
 
 class UnsupportedError(NotImplementedError):
     """The request wants an extension of the protocol that this server does not have."""
+
+
+_MAX_CHARACTERS = 1000  # gRPC holds an error in 8 KiB of trailers
+
+
+def shortened(error: Exception) -> str:
+    """What an error says, at most 1000 characters of it: it may hold names of a client's making."""
+    text = str(error)
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."
