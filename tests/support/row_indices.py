@@ -58,11 +58,12 @@ class RecordingSlots(RangeSlots):
     def admit(
         self,
         features: SparseFeatures,
-        rows: Tensor,
+        rows: Tensor | None,
         admission: Admission,
         is_valid: Tensor | None = None,
     ) -> AdmittedRows:
         is_trained, epoch, _ = admission
+        assert rows is not None
         # Padded batches have spare ids behind their bags.
         num_ids = rows.numel() if features.offsets is None else int(features.offsets[-1])
         self.admissions.append(

@@ -38,7 +38,10 @@ class GroupSlots:
         ]
         self.index = group.index.for_tables([group.tables.index(table) for table in tables])
         self.changes_on_admission = group.changes_on_admission
-        self.admission_finds_rows = group.index.changes_on_admission
+        # Ids that may be bad are routed in any case, which checks them.
+        self.admission_finds_rows = self.changes_on_admission and all(
+            table.spec.num_ids is None for table in group.tables
+        )
         self.reads_missing = group.reads_missing
         self.reorder = PieceOrder()
         self.gradient_maps: KeptTensors[Any, tuple[Tensor, Tensor]] = KeptTensors()
