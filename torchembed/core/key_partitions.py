@@ -15,6 +15,7 @@ def partition_of(keys: Tensor, num_partitions: int) -> Tensor:
     ``x ^= ror(x, 24) ^ ror(x, 49); x *= 0x9FB21C651E98DF25; x ^= x >> 28``
 
     Key 1 gives 985,654,925,471,400,243, so that of 8 partitions it has number 3.
+
     Args:
         keys: int64 ``[n]``, any numbers, on any device; a GPU is not waited for.
         num_partitions: from 1 on.
