@@ -23,7 +23,7 @@ from torchembed.serving.configuration import (
     read_hugectr_config,
     to_yaml,
 )
-from torchembed.serving.configuration.choices import CacheKind, RowFormat
+from torchembed.serving.levels import CacheKind, RowFormat
 from torchembed.stores import OverflowPolicy
 
 MODEL: dict[str, Any] = {

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import torch
 
-from torchembed.serving.configuration.choices import CacheKind, RowFormat
 from torchembed.serving.configuration.fields import AboveUpTo, AtLeast, Between, check_fields
+from torchembed.serving.levels import CacheKind, RowFormat
 
 DEFAULT_SHARE = 0.2
 

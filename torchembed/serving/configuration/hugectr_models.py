@@ -7,10 +7,10 @@ from typing import Any
 
 from torchembed.checkpoints import RowSource, open_hugectr_rows
 from torchembed.serving.configuration.cache_config import CacheConfig
-from torchembed.serving.configuration.choices import CacheKind, RowFormat
 from torchembed.serving.configuration.fields import AboveUpTo, AtLeast, Between
 from torchembed.serving.configuration.hugectr_section import Section
 from torchembed.serving.configuration.model_config import BatchingConfig, ModelConfig
+from torchembed.serving.levels import CacheKind, RowFormat
 
 _FROM_MODEL_FOLDER = "left out; the model folder says it"
 _BY_ITSELF = "left out; it is for HugeCTR's own buffers and threads"

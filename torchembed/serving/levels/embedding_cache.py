@@ -69,7 +69,7 @@ class EmbeddingCache:
         num_rows: rows that there is room for: of each table by its name, or of all together, in
             equal parts. Rounded up to whole buckets of keys.
         num_bytes: in place of it, the bytes of rows of all tables, in equal parts.
-        kind: what it holds.
+        kind: what it holds; only ``CacheKind.DYNAMIC`` is there yet.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -85,6 +85,11 @@ class EmbeddingCache:
         kind: CacheKind = CacheKind.DYNAMIC,
     ) -> None:
         self.tables = distinct_tables(tables)
+        if kind is not CacheKind.DYNAMIC:
+            raise ValueError(
+                f"kind must be CacheKind.DYNAMIC, got {kind}: caches of whole tables are not there "
+                "yet; give a dynamic one num_rows of all rows"
+            )
         self.kind = kind
         given = [device] if isinstance(device, (str, torch.device)) else list(device)
         if not given:
