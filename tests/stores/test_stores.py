@@ -9,30 +9,40 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.redis_servers import RedisServer
 from torchembed.stores import (
     Compression,
     MemoryStore,
+    RedisOptions,
+    RedisStore,
     RocksDBOptions,
     RocksDBStore,
     RowStore,
     RowStoreError,
     RowTable,
     VolatileMemoryStore,
+    VolatileOptions,
 )
 
 KEYS = [-(2**63), -(2**32), -257, -1, 0, 1, 255, 256, 2**32, 2**63 - 1]
 LINE_BYTES = 5
 
 
-@pytest.fixture(params=["memory", "rocksdb", "volatile memory"])
+@pytest.fixture(params=["memory", "rocksdb", "volatile memory", "redis"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RowStore]:
     stores: dict[str, Callable[[], RowStore]] = {
         "memory": MemoryStore,
         "rocksdb": lambda: RocksDBStore(tmp_path / "store"),
         "volatile memory": VolatileMemoryStore,
+        "redis": lambda: redis_store(request.getfixturevalue("single_redis")),
     }
     with stores[request.param]() as store:
         yield store
+
+
+def redis_store(server: RedisServer) -> RedisStore:
+    options = RedisOptions(addresses=(server.address,))
+    return RedisStore(options, VolatileOptions(num_partitions=4, max_batch_rows=150))
 
 
 def lines_of(keys: Tensor, version: int = 0) -> Tensor:

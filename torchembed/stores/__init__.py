@@ -1,13 +1,22 @@
-"""Rows by key outside the device, in host memory or on disk: what tiers of tables and servers read
-and write.
+"""Rows by key outside the device, in host memory, on disk or in Redis: what tiers of tables and
+servers read and write.
 
 A row is a line of bytes, all of one length within a table; what the bytes mean, its users know.
 """
 
-from torchembed.stores.errors import CorruptStoreError, RowStoreError, StoreInUseError
+from torchembed.stores.errors import (
+    CorruptStoreError,
+    RowStoreError,
+    StoreAccessError,
+    StoreFullError,
+    StoreInUseError,
+    StoreUnavailableError,
+)
 from torchembed.stores.interface import LineChunk, RowStore, RowTable
 from torchembed.stores.memory import MemoryStore
 from torchembed.stores.read_ahead import ReadAheadCounts, ReadAheadTable
+from torchembed.stores.redis_options import RedisLayout, RedisOptions, RedisTls
+from torchembed.stores.redis_store import RedisStore
 from torchembed.stores.rocksdb import RocksDBStore
 from torchembed.stores.rocksdb_files import sync_to_disk
 from torchembed.stores.rocksdb_options import Compression, RocksDBOptions
@@ -22,12 +31,19 @@ __all__ = [
     "OverflowPolicy",
     "ReadAheadCounts",
     "ReadAheadTable",
+    "RedisLayout",
+    "RedisOptions",
+    "RedisStore",
+    "RedisTls",
     "RocksDBOptions",
     "RocksDBStore",
     "RowStore",
     "RowStoreError",
     "RowTable",
+    "StoreAccessError",
+    "StoreFullError",
     "StoreInUseError",
+    "StoreUnavailableError",
     "VolatileMemoryStore",
     "VolatileOptions",
     "sync_to_disk",

@@ -15,3 +15,15 @@ class StoreInUseError(RowStoreError):
 
 class CorruptStoreError(RowStoreError):
     """What is on disk is not what was written there."""
+
+
+class StoreUnavailableError(RowStoreError):
+    """The server of a store does not answer now; the same store works again once it does."""
+
+
+class StoreAccessError(RowStoreError):
+    """The server of a store does not let this process in, or not do what it asked."""
+
+
+class StoreFullError(RowStoreError):
+    """The server of a store has no room for what was to be written; it can be read."""

@@ -1,0 +1,135 @@
+"""How a store in Redis is reached."""
+
+import dataclasses
+import enum
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from torchembed.stores.arguments import check_positive
+
+_DEFAULT_PORT = 6379
+
+
+class RedisLayout(enum.Enum):
+    """How tables lie in Redis."""
+
+    TORCHEMBED = "torchembed"
+    """As :class:`~torchembed.stores.RedisStore` writes them."""
+    HUGECTR = "hugectr"
+    """As HugeCTR's parameter server writes them: the table ``<model>/<table>`` is its
+    ``hps_et.<model>.<table>``. Its keys have 8 bytes. They are read, and not written."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RedisTls:
+    """Encryption of connections to Redis.
+
+    Args:
+        ca_certificate: file, or folder of files, of the authorities that servers' certificates
+            must be signed by; None: those that the system trusts.
+        client_certificate: file of the certificate that this process shows; None: none.
+        client_key: file of its private key.
+        checks_host_name: whether the server's certificate must be made out to its address.
+    """
+
+    ca_certificate: Path | str | None = None
+    client_certificate: Path | str | None = None
+    client_key: Path | str | None = None
+    checks_host_name: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("ca_certificate", "client_certificate", "client_key"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).exists():
+                raise ValueError(f"{name} must be a file that exists, got {str(path)!r}")
+        if (self.client_certificate is None) != (self.client_key is None):
+            raise ValueError("client_certificate and client_key must be given together")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RedisOptions:
+    """Where the Redis of a :class:`~torchembed.stores.RedisStore` is, and how it is used.
+
+    Args:
+        addresses: ``host:port``, or ``host`` for port 6379. Of a cluster some of its nodes, which
+            name the others; one address otherwise.
+        is_cluster: whether it is a cluster.
+        user_name: the user to log in as; None: the default one.
+        password: None: no login.
+        tls: None: connections are not encrypted.
+        num_connections: most connections to each server.
+        timeout_seconds: how long a connection, a reply, and a free connection are each waited for.
+        layout: how tables lie in it.
+        is_read_only: whether it is only read: nothing is written, access times and counts neither.
+    """
+
+    addresses: tuple[str, ...] = (f"127.0.0.1:{_DEFAULT_PORT}",)
+    is_cluster: bool = False
+    user_name: str | None = None
+    password: str | None = dataclasses.field(default=None, repr=False)
+    tls: RedisTls | None = None
+    num_connections: int = 5
+    timeout_seconds: float = 2.0
+    layout: RedisLayout = RedisLayout.TORCHEMBED
+    is_read_only: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.addresses, tuple) or not self.addresses:
+            raise ValueError(
+                f"addresses must be a tuple of one address or more, got {self.addresses!r}"
+            )
+        for address in self.addresses:
+            split_address(address)
+        if len(self.addresses) > 1 and not self.is_cluster:
+            raise ValueError(
+                f"addresses must be one address where is_cluster is False, got {self.addresses!r}"
+            )
+        if self.user_name is not None and self.password is None:
+            raise ValueError(f"user_name {self.user_name!r} needs a password; give it, too")
+        check_positive("num_connections", self.num_connections)
+        if not 0 < self.timeout_seconds < float("inf"):
+            raise ValueError(f"timeout_seconds must be positive, got {self.timeout_seconds}")
+        if not isinstance(self.layout, RedisLayout):
+            raise TypeError(f"layout must be a RedisLayout, got {self.layout!r}")
+        if self.layout is RedisLayout.HUGECTR and not self.is_read_only:
+            raise ValueError("layout HUGECTR is only read; set is_read_only=True")
+
+    @staticmethod
+    def from_url(url: str) -> "RedisOptions":
+        """The options that ``redis://[[user]:password@]host[:port]`` stands for, or ``rediss://``
+        for an encrypted connection; ``dataclasses.replace`` changes others.
+
+        Raises:
+            ValueError: for another URL.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.path.strip("/0"):
+            raise ValueError(
+                "url must be redis://[[user]:password@]host[:port] or rediss://..., without a "
+                f"number of a database, got scheme {parts.scheme!r}, host {parts.hostname!r} and "
+                f"path {parts.path!r}"
+            )
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        return RedisOptions(
+            addresses=(f"{host}:{parts.port or _DEFAULT_PORT}",),
+            user_name=unquote(parts.username) if parts.username else None,
+            password=unquote(parts.password) if parts.password else None,
+            tls=RedisTls() if parts.scheme == "rediss" else None,
+        )
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host[:port]``; a host of IPv6 with a port stands in brackets.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    problem = f"addresses must be host:port, got {address!r}"
+    try:
+        parts = urlsplit(f"//{address}")
+        host, port = parts.hostname, parts.port
+    except (ValueError, TypeError) as error:
+        raise ValueError(problem) from error
+    if not host or parts.path or parts.username is not None:
+        raise ValueError(problem)
+    return host, port or _DEFAULT_PORT

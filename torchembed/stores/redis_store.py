@@ -1,0 +1,179 @@
+"""A store in Redis, which several machines share."""
+
+import json
+import threading
+from types import TracebackType
+from typing import Self
+
+from torchembed.stores.access_refresher import AccessRefresher
+from torchembed.stores.arguments import check_same_line, check_table
+from torchembed.stores.errors import CorruptStoreError, RowStoreError
+from torchembed.stores.memory import MemoryStore
+from torchembed.stores.redis_commands import Exchange, command, exchange
+from torchembed.stores.redis_layout import HUGECTR_TABLES, REGISTRY, hugectr_table
+from torchembed.stores.redis_nodes import RedisNodes
+from torchembed.stores.redis_options import RedisLayout, RedisOptions
+from torchembed.stores.redis_overflow import OverflowResolver
+from torchembed.stores.redis_table import RedisRead, RedisTable
+from torchembed.stores.volatile_options import VolatileOptions
+
+_SNAPSHOT_ROWS = 1 << 16
+
+
+class RedisStore:
+    """Tables of lines by key (:class:`~torchembed.stores.RowStore`) in Redis, each partition of a
+    table of at most ``overflow_margin_rows``. Needs the packages redis and hiredis
+    (``pip install 'torchembed[serving]'``).
+
+    Any number of processes share it, with equal ``num_partitions`` and ``overflow_policy``. Of a
+    call of ``write`` or ``delete`` each partition's part of a batch of ``max_batch_rows`` is done
+    whole or not at all; where a call fails, parts may be done. After each batch a partition with
+    too many rows keeps exactly ``overflow_resolution_target`` of them, also where several processes
+    find it so. When and how often rows were read is noted by a thread behind the readers, by the
+    clock of this machine; :meth:`sync` and :meth:`close` wait for it.
+
+    A server that is away is an error of the calls that need it, in ``timeout_seconds`` or so, and
+    none of those once it is back. The store is made whether or not there is a server.
+
+    Args:
+        redis: where the Redis is.
+        options: how tables are bounded; by default they are not.
+
+    Raises:
+        StoreUnavailableError, StoreAccessError, StoreFullError: from every method that asks the
+            server, where it is away, refuses the login, or has no room.
+    """
+
+    def __init__(
+        self, redis: RedisOptions | None = None, options: VolatileOptions | None = None
+    ) -> None:
+        self.redis_options = redis or RedisOptions()
+        self.options = options or VolatileOptions()
+        self._nodes = RedisNodes(self.redis_options)
+        self._resolver = OverflowResolver(self._nodes, self.options)
+        self._refresher: AccessRefresher[RedisRead] = AccessRefresher(
+            "torchembed accesses to Redis"
+        )
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    def __str__(self) -> str:
+        return f"the store in Redis at {self._nodes.where}"
+
+    @property
+    def num_lost_accesses(self) -> int:
+        """Keys whose reads were not noted, since the server was away, or too many waited."""
+        return self._refresher.num_lost_keys
+
+    def table(self, name: str, line_bytes: int) -> RedisTable:
+        check_table(name, line_bytes)
+        self._check_open()
+        record = {
+            "line_bytes": line_bytes,
+            "num_partitions": self.options.num_partitions,
+            "overflow_policy": self.options.overflow_policy.value,
+        }
+        field = name.encode()
+        put = command(b"HSETNX", REGISTRY, field, json.dumps(record).encode())
+        table = RedisTable(self, name, line_bytes, exchange(REGISTRY, put))
+        if self.redis_options.layout is RedisLayout.HUGECTR:
+            return table
+        get = command(b"HGET", REGISTRY, field)
+        is_read_only = self.redis_options.is_read_only
+        asked = exchange(REGISTRY, get) if is_read_only else exchange(REGISTRY, put, get)
+        made_with = self._nodes.run([asked])[0][-1]
+        if made_with is None:
+            raise RowStoreError(
+                f"{self} is read-only and has no table {name!r}; write to it elsewhere first"
+            )
+        self._check_record(name, record, _record(made_with))
+        return table
+
+    def tables(self) -> dict[str, int]:
+        self._check_open()
+        if self.redis_options.layout is RedisLayout.HUGECTR:
+            return self._hugectr_tables()
+        ((pairs,),) = self._nodes.run([exchange(REGISTRY, command(b"HGETALL", REGISTRY))])
+        records = zip(pairs[::2], pairs[1::2], strict=True)
+        return {name.decode(): _record(record)["line_bytes"] for name, record in records}
+
+    def sync(self) -> None:
+        """Return when all reads before are noted. What survives the end of the server is its own
+        affair."""
+        self._check_open()
+        self._refresher.flush()
+
+    def snapshot(self) -> MemoryStore:
+        """A store in this process's memory, of all tables as they are now, which cannot be written.
+
+        What is written or deleted while it is taken may or may not be in it.
+        """
+        copied = MemoryStore()
+        for name, line_bytes in self.tables().items():
+            lines = copied.table(name, line_bytes)
+            for chunk in self.table(name, line_bytes).chunks(_SNAPSHOT_ROWS):
+                lines.write(chunk.keys, chunk.lines)
+        copied._is_snapshot = True
+        return copied
+
+    def close(self) -> None:
+        self._refresher.close()
+        with self._lock:
+            self._is_open = False
+        self._nodes.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise RowStoreError(f"{self} is closed; make another one")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self.redis_options.is_read_only:
+            raise RowStoreError(f"{self} is read-only; open it with is_read_only=False")
+
+    def _check_record(self, name: str, wanted: dict, made_with: dict) -> None:
+        check_same_line(str(self), name, made_with["line_bytes"], wanted["line_bytes"])
+        for option in ("num_partitions", "overflow_policy"):
+            if made_with[option] != wanted[option]:
+                raise ValueError(
+                    f"{option} of table {name!r} must be {made_with[option]}, with which it was "
+                    f"made in {self}, got {wanted[option]}; give the table another name, or the "
+                    "store another Redis"
+                )
+
+    def _hugectr_tables(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for node in self._nodes.nodes():
+            cursor = b"0"
+            while True:
+                scan = command(b"SCAN", cursor, b"MATCH", HUGECTR_TABLES, b"COUNT", 1000)
+                cursor, names = self._nodes.run_on(node, scan)
+                for values in names:
+                    found.setdefault(hugectr_table(values), self._line_bytes_in(values))
+                if cursor == b"0":
+                    break
+        return dict(sorted(found.items()))
+
+    def _line_bytes_in(self, values: bytes) -> int:
+        """The length of one of the lines of a hash."""
+        ((field,),) = self._nodes.run([exchange(values, command(b"HRANDFIELD", values))])
+        length: Exchange = exchange(values, command(b"HSTRLEN", values, field))
+        return self._nodes.run([length])[0][0]
+
+
+def _record(text: bytes) -> dict:
+    record = json.loads(text)
+    if not isinstance(record, dict) or not isinstance(record.get("line_bytes"), int):
+        raise CorruptStoreError(f"the hash {REGISTRY!r} of Redis has a record {text!r} of others")
+    return record
