@@ -332,6 +332,6 @@ def test_blocks_of_moves_follow_the_widest_rows() -> None:
     tensors = [torch.empty(3, 128), torch.empty(3), torch.empty(3, 2000).half()]
     blocks = move_rows._move_blocks(tensors)
     assert blocks.dims == (128, 1, 2000)
-    # 128 threads with four accesses of 16 bytes: 4096 numbers of 16 bits.
-    assert (blocks.moves, blocks.columns, blocks.num_parts) == (2, (128, 1, 2048), 1)
-    assert move_rows._move_blocks([torch.empty(3, 5000), torch.empty(3)])[1:] == (1, (2048, 1), 3)
+    # 512 threads with four accesses of 16 bytes: 16384 numbers of 16 bits.
+    assert (blocks.moves, blocks.columns, blocks.num_parts) == (8, (128, 1, 2048), 1)
+    assert move_rows._move_blocks([torch.empty(3, 20000), torch.empty(3)])[1:] == (1, (8192, 1), 3)
