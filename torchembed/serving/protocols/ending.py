@@ -18,8 +18,9 @@ def serve_until_signalled(servers: Sequence[EndingServer], grace_seconds: float 
     """Wait for SIGTERM or SIGINT, end all servers at once, and return the signal's number.
 
     None of them is ready from then on, or takes new requests; those under way may end in
-    ``grace_seconds``.
-    A second signal does what it did before this call. Call it on the main thread.
+    ``grace_seconds``. A second signal does what it did before this call.
+
+    Call it on the main thread.
     """
     came = threading.Event()
     number = 0
