@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import torchembed
-from tests.serving.models.served_zoo import MODELS, ServedCase
+from tests.zoo.served_models import MODELS, ServedCase
 from torchembed.serving.models import DeployError, deploy, read_description, versions_in
 from torchembed.serving.models.description import ArgumentKind
 
