@@ -1,4 +1,4 @@
-"""Which tables of a run live in host memory, behind a cache on the device."""
+"""The choice of a run's tables that live in host memory, behind a cache on the device."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How fast a disk is, by plain reads and writes of one large file."""
+"""The speed of a disk, by plain reads and writes of one large file."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""How fast the link between host and device is, by plain copies."""
+"""The speed of the link between host and device, by plain copies."""
 
 import statistics
 import time

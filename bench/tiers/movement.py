@@ -1,4 +1,4 @@
-"""What caches moved in some steps, beside what link and disk could."""
+"""The bytes that caches moved in some steps, beside those that link and disk could."""
 
 from typing import NamedTuple
 

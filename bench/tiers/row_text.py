@@ -32,6 +32,6 @@ def row_text(row: Row) -> str:
 
 
 def set_up_text(row: Row) -> str:
-    """What came before the steps, of a row whose losses are known."""
+    """The part of a row that precedes its steps, for a row whose losses are known."""
     line = f"      set up in {row['set_up_seconds']:.1f} s"
     return line + (f", {row['device_gb']:.1f} GB on the device" if "device_gb" in row else "")

@@ -1,4 +1,4 @@
-"""Where the tables of a measured system are: a part of their rows cached, or as a planner says."""
+"""Storages of a measured system's tables: a part of their rows cached, or as a planner says."""
 
 import bisect
 import dataclasses

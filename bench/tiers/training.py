@@ -83,7 +83,7 @@ class TorchembedTraining:
         return self._pipeline.progress(batches).loss
 
     def counts(self) -> dict[str, int]:
-        """What all caches together have counted by now, by the names of :class:`CacheStatistics`;
+        """The counts of all caches together by now, by the names of :class:`CacheStatistics`;
         empty without any. Waits for the device."""
         caches = self.tables.cache_statistics(wait=True).values()
         names = [field.name for field in dataclasses.fields(CacheStatistics)] if caches else []

@@ -111,7 +111,7 @@ class DatabaseForm(NamedTuple):
     dtype: str
     """The dtype of rows; states are float32."""
     state_columns: dict[str, int | None]
-    """By the names of states, in their order in a line: their columns, None for one number."""
+    """The columns of each state by its name, in their order in a line; None for one number."""
     initial_state: float
     parts: tuple[DatabasePart, ...]
 

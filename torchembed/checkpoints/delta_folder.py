@@ -176,7 +176,7 @@ def folder_of(path: Path, number: int) -> Path:
 
 
 def dynamic_tables(model: nn.Module) -> dict[str, Table]:
-    """What this rank holds of the dynamic tables of ``model``, by their weights' names."""
+    """This rank's part of the dynamic tables of ``model``, by their weights' names."""
     found = ((name, table_of(parameter)) for name, parameter in model.named_parameters())
     return {n: table for n, table in found if table is not None and table.spec.num_ids is None}
 
@@ -189,7 +189,7 @@ def is_of_tables(name: str, weights: Sequence[str]) -> bool:
 def _chunks(
     table: Table, changes: _Changes, name: str, whole: Iterator[RowChunk]
 ) -> Iterator[RowChunk]:
-    """What this rank writes of a table's rows; at least one chunk."""
+    """The chunks of a table's rows that this rank writes; at least one."""
     if not changes.is_whole:
         yield RowChunk(changes.tables[name].ids, changes.tables[name].rows, states={})
         return

@@ -35,7 +35,7 @@ class DiskTable(RunTable):
         return key in self.states.values() or key in [f"model.{name}" for name in self.names]
 
     def part(self) -> DatabasePart:
-        """What of the whole table is here."""
+        """The part of the whole table that is here."""
         return DatabasePart.of(self.table, self.names[0], dict(self.states))
 
     def mismatches(self, saved: SavedState) -> Iterator[str]:

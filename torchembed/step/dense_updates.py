@@ -1,4 +1,4 @@
-"""When a step updates dense weights: after backward, or each as soon as its gradient is there."""
+"""Updates of dense weights in a step: after backward, or each as soon as its gradient is there."""
 
 import collections
 import contextlib

@@ -71,7 +71,7 @@ class Disk:
 
 
 Storage = HostMemory | Disk
-"""What keeps rows elsewhere than on the device."""
+"""A storage of rows elsewhere than on the device."""
 
 
 def rows_held(rows: int | None, num_bytes: int | None, *, num_rows: int, line_bytes: int) -> int:

@@ -154,7 +154,7 @@ class Table:
         self.contents_as_global: Callable[[Tensor], Tensor] = _as_it_is
         """Does the same for each tensor of :meth:`index_contents`."""
         self.id_share = IdShare(0, 1)
-        """Which ids of a dynamic table are here."""
+        """The share of a dynamic table's ids that this rank holds."""
         self.sum_over_columns: ColumnSum | None = None
         """Adds over columns, of a table whose columns are on several ranks."""
         self.max_over_holders: RankMaximum | None = None

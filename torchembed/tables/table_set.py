@@ -233,7 +233,8 @@ def _owns_memory(table: Table) -> bool:
 
 
 def _cache_key(storage: Storage | None) -> Hashable:
-    """What tables that share a cache must have in common: in host memory they add up its size."""
+    """The key that tables which share a cache have in common: those in host memory add up its
+    size."""
     return HostMemory if isinstance(storage, HostMemory) else storage
 
 

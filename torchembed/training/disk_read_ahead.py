@@ -67,7 +67,7 @@ class DiskReadAhead:
         self._worker: Worker | None = None
         self._under_way: collections.deque[Future[None]] = collections.deque()
         self._announced: dict[int, list[AnnouncedRows]] = {}
-        """By number, in order; of the worker."""
+        """The rows of each announcement by its number, in order; the worker's alone."""
         self._last, self._is_closed = 0, False
 
     def announce(self, batch: Tree) -> int:
@@ -162,7 +162,7 @@ class DiskReadAhead:
         self.close()
 
     def _ids_of(self, features: SparseFeatures) -> Iterator[_Ids]:
-        """What is looked up in tables on disk."""
+        """The ids of ``features`` that are looked up in tables on disk."""
         if features.values.device.type != "cpu":
             return
         bounds = _bounds(features)

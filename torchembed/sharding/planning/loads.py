@@ -1,4 +1,4 @@
-"""What a placed table costs ranks, in bytes, by kind."""
+"""Costs of placed tables to ranks, in bytes, by kind."""
 
 import enum
 from typing import NamedTuple

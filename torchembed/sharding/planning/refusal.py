@@ -10,7 +10,7 @@ NUM_HEAVIEST = 3
 
 
 def refusal(report: PlanReport) -> str:
-    """What the best plan found lacks, and what would help."""
+    """The text of a refusal: what the best plan found lacks, and what would help."""
     topology = report.topology
     fullest = max(report.ranks, key=lambda rank: rank.held_bytes)
     memory = topology.memory_bytes

@@ -1,4 +1,4 @@
-"""What tables in host memory and on disk take on the device, on the host and on the disk."""
+"""Costs of tables in host memory and on disk: bytes on the device, on the host and on the disk."""
 
 import os
 from typing import NamedTuple
@@ -22,7 +22,7 @@ NEW_ROW_BYTES = 1
 
 
 class PlannedCache(NamedTuple):
-    """How many rows of a table that is not on the devices are on all ranks together where."""
+    """The rows of a table that is not on the devices, counted by place over all ranks."""
 
     num_cached: int
     """Rows that devices cache."""
@@ -44,7 +44,7 @@ class PlannedCache(NamedTuple):
 
 
 class HeldRows(NamedTuple):
-    """How many rows of a shard are where."""
+    """The rows of a shard, counted by place."""
 
     on_device: int
     in_host: int = 0

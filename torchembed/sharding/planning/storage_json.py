@@ -1,4 +1,4 @@
-"""Where a table's rows live, as entries of a plan's JSON and as words."""
+"""Storages of tables as entries of a plan's JSON and as words."""
 
 import dataclasses
 from collections.abc import Mapping

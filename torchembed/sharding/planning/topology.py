@@ -19,10 +19,12 @@ part, its activations, the collectives' own buffers and gaps of the allocator.""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host:
-    """What the ranks of one node share beside their devices: memory for tables' rows, and how fast
-    GPUs reach it. The rates are those of PCIe 5.0 with 16 lanes for each of eight GPUs; those of
-    copies and of rows were measured on one H200. Both directions are taken to reach them at the
-    same time."""
+    """The host of one node, which its ranks share: its memory for tables' rows, and how fast GPUs
+    reach it.
+
+    The rates are those of PCIe 5.0 with 16 lanes for each of eight GPUs; those of copies and of
+    rows were measured on one H200. Both directions are taken to reach them at the same time.
+    """
 
     memory_bytes: int = 0
     """Memory of the node that rows may take, of all its ranks together."""

@@ -129,8 +129,8 @@ _NUMBERS = {LRU: 0, LFU: 1, DecayingLFU: 2, EpochLFU: 3, CallerScores: 4}
 
 
 def score_numbers(eviction: Eviction) -> list[int]:
-    """What tables must agree in for the scores of one to mean the same in the other: the number of
-    the policy, and the steps of an epoch, 0 where scores hold none."""
+    """The numbers that two tables must share for the scores of one to mean the same in the other:
+    the policy's number, and the steps of an epoch, 0 where scores hold none."""
     steps = eviction.steps_per_epoch if isinstance(eviction, EpochLFU) else 0
     return [_NUMBERS[type(eviction)], steps]
 

@@ -143,7 +143,7 @@ def _table_mark(table: Table) -> TableMark:
 
 
 def _table_delta(table: Table, now: TableMark, since: TableMark | None) -> TableDelta:
-    """What changed from ``since``, None for the beginning, to the mark of now."""
+    """The changes from ``since``, None for the beginning, to the mark of now."""
     name, index = table.spec.name, table.group.index
     assert isinstance(index, HashIndex)
     log = index.deletions

@@ -1,4 +1,4 @@
-"""When the dynamic tables of a module grow: decided between batches, without waiting for a GPU."""
+"""Growth of a module's dynamic tables, decided between batches without waiting for a GPU."""
 
 import logging
 import warnings

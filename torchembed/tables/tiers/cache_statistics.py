@@ -100,7 +100,7 @@ class CountedCaches(NamedTuple, Generic[K]):
     """Groups of this rank, whose figures are added up under each name. The same names on all ranks
     of ``group``."""
     device: torch.device
-    """Of all of them."""
+    """The device of all of them."""
     group: dist.ProcessGroup | None = None
     """The ranks over which the figures are added up; None for this one's."""
 

@@ -77,7 +77,7 @@ class AnnouncedRows(NamedTuple):
     held: HeldRows
     number: int
     lines: AnnouncedLines | None
-    """Of those that were not in host memory; None where none were on disk either."""
+    """The lines of rows that were not in host memory; None where none were on disk either."""
 
     def retire(self) -> None:
         """Let go of them, and of those that were announced before."""

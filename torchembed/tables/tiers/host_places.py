@@ -56,7 +56,7 @@ class HostPlaces:
     ) -> None:
         self._lines, self._owners, self._mover, self._device = lines, owners, mover, device
         self._last_use = torch.zeros(num_places + 1, dtype=torch.int64, device=device)
-        """Of the places; the last element is no place's."""
+        """The last use of each place; the last element belongs to no place."""
         empty = empty_row_cache(num_rows, num_places, device)
         self.cache: RowCache = empty._replace(last_use=self._last_use[:-1])
         self._loading_epoch = torch.zeros(1, dtype=torch.int64, device=device)

@@ -12,7 +12,7 @@ from torchembed.tables.table import Table
 
 
 class RowIdentities(NamedTuple):
-    """What the initial values of rows of dynamic tables are functions of."""
+    """The arguments of which the initial values of rows of dynamic tables are functions."""
 
     ids: Tensor
     """int64 ``[n]``: the id that each row belongs to."""
@@ -25,11 +25,11 @@ class InitialLines(NamedTuple):
 
     tables: Sequence[Table]
     first_rows: Sequence[int]
-    """Where each table begins, ``[T + 1]``."""
+    """The first row of each table, ``[T + 1]``; the last element is the end of the last one."""
     initial_state: float
     """Every element of the optimizer state."""
     values: InitialValues | None
-    """Of new rows; None where all rows are there from the start."""
+    """The values of new rows; None where all rows are there from the start."""
 
     def fill(
         self, tensors: Sequence[Tensor], rows: Tensor, identities: RowIdentities | None

@@ -32,13 +32,13 @@ class MovedLines(NamedTuple):
     """Lines to be moved, on the host."""
 
     places: Tensor
-    """int64 ``[n]``: of host memory, each once."""
+    """int64 ``[n]``: places in host memory, each once."""
     written_rows: Tensor
     """int64 ``[n]``: the row whose line is to be written from there first; -1 for none."""
     read_rows: Tensor
     """int64 ``[n]``: the row whose line is to be read there."""
     identities: RowIdentities | None
-    """Of ``read_rows``, in dynamic tables."""
+    """The identities of ``read_rows`` in dynamic tables; None in static ones."""
 
 
 class MoveBuffer:

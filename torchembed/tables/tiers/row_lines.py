@@ -12,9 +12,9 @@ from torch import Tensor
 from torchembed.tables.tiers.host_memory import host_tensor
 
 _STATE_BYTES = 4
-"""Of an element of a state, to multiples of which states are aligned."""
+"""Bytes of an element of a state; states begin at multiples of them."""
 _SECTOR_BYTES = 32
-"""What a GPU reads at once at least."""
+"""The fewest bytes that a GPU reads at once."""
 
 
 def padded_line_bytes(row_bytes: int, state_bytes: int) -> int:

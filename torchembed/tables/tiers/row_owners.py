@@ -39,8 +39,8 @@ class RowOwners:
             self.are_new = self.are_new.to(device)
 
     def identities_of(self, rows: Tensor) -> RowIdentities | None:
-        """What the initial values of ``rows [n]``, -1 for none, are functions of; None in static
-        tables. Never waits for a GPU."""
+        """The arguments of the initial values of ``rows [n]``, -1 for none; None in static tables.
+        Never waits for a GPU."""
         if self.are_new is None:
             return None
         ids = torch.zeros_like(rows)

@@ -1,4 +1,4 @@
-"""Where the rows of a group lie in the memory of the host."""
+"""Places of a group's rows in the memory of the host."""
 
 from collections.abc import Sequence
 

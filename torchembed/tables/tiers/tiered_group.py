@@ -152,8 +152,8 @@ class TieredGroup(TableGroup):
 
     @property
     def _stored(self) -> list[Tensor]:
-        """What is stored, for operations that write it: ``.data``, since what they write is no
-        change in place to whoever compares versions of parameters."""
+        """The stored weight and states for operations that write them: ``.data``, since these
+        writes are no change in place to code that compares versions of parameters."""
         return [self._stored_weight.data, *self._stored_states]
 
     @property

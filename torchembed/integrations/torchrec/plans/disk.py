@@ -50,18 +50,18 @@ _ONLY_AS: dict[str, tuple[Any, ...]] = {
 """Settings of FBGEMM's tables on disk that are supported with these values alone."""
 
 SETTINGS = frozenset((_DIRECTORY, _CACHE_MIB, _HOST_GIB, *WITHOUT_EFFECT, *_ONLY_AS, PARAMETER))
-"""What ``fused_params`` may hold for tables on disk alone."""
+"""Names that ``fused_params`` may hold for tables on disk alone."""
 
 _logger = logging.getLogger("torchembed.integrations.torchrec")
 
 
 class DiskSizes(NamedTuple):
-    """How much of the tables of a kernel, with their optimizer state, is where."""
+    """The bytes of a kernel's tables, with their optimizer state, on the device and on the host."""
 
     cache_bytes: int | None
-    """The most in caches on the device; None for no bound."""
+    """The most that caches on the device take; None for no bound."""
     host_bytes: int
-    """In host memory, if that is enough."""
+    """The bytes of host memory that the tables take, if that is enough."""
 
     def rows(
         self, num_rows: Sequence[int], load_factors: Sequence[float], line_bytes: int
@@ -100,7 +100,7 @@ class DiskSettings:
     """A folder."""
     sizes: DiskSizes
     initializers: Mapping[str, Initializer] = dataclasses.field(compare=False)
-    """Of all tables on disk of the collection, by name."""
+    """The initializers of all tables on disk of the collection, by name."""
 
 
 def disk_sizes(fused_params: Mapping[str, Any]) -> DiskSizes:

@@ -25,7 +25,7 @@ class GivenStorage:
 
     storage: Storage
     initializers: Mapping[str, Initializer] = dataclasses.field(compare=False)
-    """Of all tables of the collection, by name."""
+    """The initializers of all tables of the collection, by name."""
 
 
 def given_storages(module: nn.Module) -> dict[str, Storage]:

@@ -1,4 +1,4 @@
-"""Where TorchRec's plans may put tables that torchembed alone has."""
+"""Placements of tables that torchembed alone has, in TorchRec's plans."""
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType

@@ -1,4 +1,4 @@
-"""Where the tables of TorchRec's kernels live, by what their ``fused_params`` say."""
+"""Storages of the tables of TorchRec's kernels, as their ``fused_params`` name them."""
 
 from collections.abc import Mapping
 

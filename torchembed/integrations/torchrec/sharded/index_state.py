@@ -32,7 +32,7 @@ class IndexedTables(NamedTuple):
     container: str
     """The attribute that holds the tables' weights."""
     tables: Mapping[str, list[Table]]
-    """By name; several of one name are columns of it."""
+    """The tables by name; several of one name are columns of it."""
     plans: Mapping[str, ParameterSharding]
     env: ShardingEnv
 

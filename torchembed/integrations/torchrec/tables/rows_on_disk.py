@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from torchembed.tables import DiskGroup, row_ranges
 
 _BYTES_AT_ONCE = 1 << 26
-"""Of the rows that are copied in one piece."""
+"""The most bytes of rows that are copied in one piece."""
 
 _aten = torch.ops.aten
 
@@ -195,4 +195,4 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _aten._to_copy.default: _converted,
     _aten.is_pinned.default: lambda *_: False,
 }
-"""What operations do with such tensors; ``NotImplemented`` for what others do."""
+"""The operations that such tensors support; all others are ``NotImplemented``."""
