@@ -105,8 +105,7 @@ class UpdateSource:
         self.statistics.num_broker_errors = self._errors.num_errors
         if first is None:
             return []
-        more = self._consumer.consume(self.options.max_messages - 1, 0)
-        updates = (self._update_of(message) for message in (first, *more))
+        updates = (self._update_of(message) for message in (first, *self._waiting_messages()))
         return [update for update in updates if update is not None]
 
     def commit(self) -> None:
@@ -200,6 +199,14 @@ class UpdateSource:
             and (models is None or contents.model in models)
             and self.options.matches(topic)
         )
+
+    def _waiting_messages(self) -> list[Any]:
+        """Messages that have come already, none where reading them fails: they come again."""
+        try:
+            return self._consumer.consume(self.options.max_messages - 1, 0)
+        except kafka().KafkaException as error:
+            self._errors.note(error.args[0].str())
+            return []
 
     def _update_of(self, message: Any) -> Update | None:
         error = message.error()
