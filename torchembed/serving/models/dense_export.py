@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.passes import move_to_device_pass
 
+from torchembed.modules.served_names import dense_tensors
 from torchembed.serving.models.argument_tree import ArgumentTree
 from torchembed.serving.models.description import (
     Argument,
@@ -98,7 +99,7 @@ def export_dense(
     examples = [*_leaf_examples(tree, recording, batch), *_fed_examples(recording, batch, model)]
     arguments = [example.argument for example in examples]
     with fed_modules(model, list(recording.calls), fed), _frozen(model):
-        weights = _weights(model)
+        weights = dense_tensors(model)
         part = _DensePart(model, tree, arguments, fed, choice)
         tensors = [example.tensor for example in examples]
         with torch.no_grad():
@@ -192,11 +193,6 @@ def _fed_examples(recording: Recording, batch: Dim, model: nn.Module) -> Iterato
 def _device(model: nn.Module) -> torch.device:
     tensors = [*model.parameters(), *model.buffers()]
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 @contextlib.contextmanager

@@ -9,18 +9,17 @@ from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.mixed_features import MixedFeatures
+from torchembed.modules.served_names import ServedTables, served_modules, table_names
 from torchembed.serving.models.argument_tree import AnyFeatures, ArgumentTree
 from torchembed.serving.models.description import Combining, Feature, Lookup
 from torchembed.serving.models.errors import DeployError
 from torchembed.serving.models.id_places import IdPlaces
 from torchembed.serving.models.table_modules import (
-    TableModule,
     TableSource,
     configs_of,
     is_collection,
     is_embedding_bag,
     is_pooled,
-    table_modules,
     table_sources,
 )
 
@@ -70,13 +69,13 @@ class Recording:
         self.tables: dict[str, TableSource] = {}
         self.calls: dict[str, list[RecordedCall]] = {}
         self.jagged: dict[int, tuple[Tensor, Tensor]] = {}
-        self._modules = table_modules(model)
+        self._modules = served_modules(model)
         if not self._modules:
             raise DeployError(
                 "model must have tables of torchembed, and has none; serve it as it is, or give it "
                 "a torchembed.EmbeddingBagCollection"
             )
-        self._names = _table_names(self._modules)
+        self._names = table_names(model)
         self._sizes: set[int] = set()
         # Copies: views of one tensor would be taken for each other.
         leaves = {n: _own_memory(leaf) for n, leaf in tree.leaves.items()}
@@ -126,7 +125,7 @@ class Recording:
 
     def _recorder(self, path: str) -> Any:
         def record(
-            module: TableModule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+            module: ServedTables, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
         ) -> None:
             names = ("features",) if is_collection(module) else _ARGUMENTS
             arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -136,7 +135,7 @@ class Recording:
         return record
 
     def _collection_call(
-        self, path: str, module: TableModule, arguments: dict[str, Any], result: Any
+        self, path: str, module: ServedTables, arguments: dict[str, Any], result: Any
     ) -> RecordedCall:
         (features,) = arguments.values()
         if not any(features is known for known in self._sparse.values()):
@@ -198,7 +197,7 @@ class Recording:
         )
 
     def _table(self, path: str, source: TableSource) -> str:
-        name = self._names[path, source.name]
+        name = self._names[source.weight_name]
         self.tables.setdefault(name, source._replace(name=name))
         return name
 
@@ -230,14 +229,3 @@ def _parts(features: AnyFeatures) -> tuple[SparseFeatures, ...]:
     if isinstance(features, MixedFeatures):
         return features.parts
     return (as_sparse_features(features),)
-
-
-def _table_names(modules: Mapping[str, TableModule]) -> dict[tuple[str, str], str]:
-    """The name of each table, by its module's path and its own name: the latter where no other
-    table has it."""
-    of_tables = [(p, s.name) for p, module in modules.items() for s in table_sources(p, module)]
-    names = [name for _, name in of_tables]
-    return {
-        (path, name): name if names.count(name) == 1 else f"{path}.{name}"
-        for path, name in of_tables
-    }

@@ -1,20 +1,15 @@
 """The table modules of a model, and what their tables need to be served."""
 
-from typing import Any, NamedTuple, TypeAlias
-
-from torch import nn
+from typing import Any, NamedTuple
 
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
+from torchembed.modules.served_names import ServedTables, weights_of
 from torchembed.modules.sharded.sharded_collection import ShardedCollection
-from torchembed.modules.sharded.sharded_single_table import ShardedSingleTable
-from torchembed.modules.single_table import SingleTable
 from torchembed.serving.models.description import BadIds
 from torchembed.serving.models.errors import DeployError
 from torchembed.tables import Dynamic, HashedRows, Missing
 
-TableModule: TypeAlias = Collection | ShardedCollection | SingleTable | ShardedSingleTable
-_KINDS = (Collection, ShardedCollection, SingleTable, ShardedSingleTable)
 _BAD_IDS = {
     OnBadId.RAISE: BadIds.RAISE,
     OnBadId.CLAMP: BadIds.CLAMP,
@@ -57,42 +52,37 @@ class TableSource(NamedTuple):
         )
 
 
-def table_modules(model: nn.Module) -> dict[str, TableModule]:
-    """The table modules in ``model`` by their paths, each once."""
-    return {path: m for path, m in model.named_modules() if isinstance(m, _KINDS)}
-
-
-def is_collection(module: TableModule) -> bool:
+def is_collection(module: ServedTables) -> bool:
     """True for modules of several tables, which take sparse features."""
     return isinstance(module, Collection | ShardedCollection)
 
 
-def is_pooled(module: TableModule) -> bool:
+def is_pooled(module: ServedTables) -> bool:
     """True for modules that give a vector for each bag."""
     if isinstance(module, Collection | ShardedCollection):
         return module.is_pooled
     return hasattr(module, "mode")
 
 
-def is_embedding_bag(module: TableModule) -> bool:
+def is_embedding_bag(module: ServedTables) -> bool:
     """True for the modules that stand for ``torch.nn.EmbeddingBag``."""
     return not is_collection(module) and is_pooled(module)
 
 
-def configs_of(module: TableModule) -> list[Any]:
+def configs_of(module: ServedTables) -> list[Any]:
     """The configs of a collection's tables, in order."""
     name = "embedding_bag_configs" if is_pooled(module) else "embedding_configs"
     return getattr(module, name)()
 
 
-def table_sources(path: str, module: TableModule) -> list[TableSource]:
+def table_sources(path: str, module: ServedTables) -> list[TableSource]:
     """The tables of the module at ``path``, in order."""
-    prefix = f"{path}." if path else ""
+    weights = weights_of(path, module)
     if isinstance(module, Collection | ShardedCollection):
         return [
             TableSource(
                 name=config.name,
-                weight_name=f"{prefix}{module._container}.{config.name}.weight",
+                weight_name=weights[config.name],
                 dim=config.embedding_dim,
                 num_ids=None if config.dynamic is not None else config.num_embeddings,
                 bad_ids=_BAD_IDS[module._on_bad_id],
@@ -100,11 +90,12 @@ def table_sources(path: str, module: TableModule) -> list[TableSource]:
             )
             for config in configs_of(module)
         ]
+    ((name, weight_name),) = weights.items()
     dynamic = module.dynamic
     return [
         TableSource(
-            name=path or "table",
-            weight_name=f"{prefix}weight",
+            name=name,
+            weight_name=weight_name,
             dim=module.embedding_dim,
             num_ids=None if dynamic is not None else module.num_embeddings,
             bad_ids=_BAD_IDS[module._on_bad_id],
