@@ -22,6 +22,7 @@ from torchembed.training.history import HeldOutPoint, History, LossPoint
 from torchembed.training.metrics import MetricsWriter, read_metrics
 from torchembed.training.plot import plot_history
 from torchembed.training.progress import Progress
+from torchembed.training.publishing import ModelPublisher, Published
 from torchembed.training.schedule import LearningRate
 from torchembed.training.stop import StopSignal
 from torchembed.training.train import train
@@ -38,8 +39,10 @@ __all__ = [
     "LearningRate",
     "LossPoint",
     "MetricsWriter",
+    "ModelPublisher",
     "Padding",
     "Progress",
+    "Published",
     "Reason",
     "StepForm",
     "StepKind",
