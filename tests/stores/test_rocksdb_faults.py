@@ -20,7 +20,7 @@ from torchembed.stores import (
     RowStoreError,
     StoreInUseError,
 )
-from torchembed.stores.rocksdb_faults import faults_named
+from torchembed.stores.rocksdb.faults import faults_named
 
 NUM_VERSIONS = 40
 

@@ -15,13 +15,13 @@ from torchembed.stores.errors import (
 from torchembed.stores.interface import LineChunk, RowStore, RowTable
 from torchembed.stores.memory import MemoryStore
 from torchembed.stores.read_ahead import ReadAheadCounts, ReadAheadTable
-from torchembed.stores.redis_options import RedisLayout, RedisOptions, RedisTls
-from torchembed.stores.redis_store import RedisStore
-from torchembed.stores.rocksdb import RocksDBStore
-from torchembed.stores.rocksdb_files import sync_to_disk
-from torchembed.stores.rocksdb_options import Compression, RocksDBOptions
-from torchembed.stores.volatile_memory import VolatileMemoryStore
-from torchembed.stores.volatile_options import OverflowPolicy, VolatileOptions
+from torchembed.stores.redis.options import RedisLayout, RedisOptions, RedisTls
+from torchembed.stores.redis.store import RedisStore
+from torchembed.stores.rocksdb.files import sync_to_disk
+from torchembed.stores.rocksdb.options import Compression, RocksDBOptions
+from torchembed.stores.rocksdb.store import RocksDBStore
+from torchembed.stores.volatile.memory import VolatileMemoryStore
+from torchembed.stores.volatile.options import OverflowPolicy, VolatileOptions
 
 __all__ = [
     "Compression",

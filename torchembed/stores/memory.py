@@ -1,9 +1,7 @@
 """A store in the memory of the host."""
 
-import threading
 from collections.abc import Iterator
 from itertools import repeat
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -14,83 +12,30 @@ from torchembed.stores.arguments import (
     check_keys,
     check_lines,
     check_positive,
-    check_same_line,
-    check_table,
     check_write,
 )
-from torchembed.stores.errors import RowStoreError
 from torchembed.stores.interface import LineChunk
+from torchembed.stores.last_places import last_places
+from torchembed.stores.tables_in_memory import TablesInMemory
 
 _FIRST_CAPACITY = 64
 
 
-class MemoryStore:
+class MemoryStore(TablesInMemory["_MemoryTable"]):
     """Tables of lines by key (:class:`~torchembed.stores.RowStore`) in the memory of this process.
 
     A table takes the bytes of its lines, up to twice that after it has grown, and some 150 bytes a
     row for its keys. Nothing survives the process. A snapshot copies all lines.
     """
 
-    def __init__(self) -> None:
-        self._tables: dict[str, _MemoryTable] = {}
-        self._is_snapshot = False
-        self._is_open = True
-        # Held by every call on the store and its tables: none takes long.
-        self._lock = threading.RLock()
+    def _made_store(self) -> Self:
+        return type(self)()
 
-    def table(self, name: str, line_bytes: int) -> "_MemoryTable":
-        check_table(name, line_bytes)
-        with self._lock:
-            self._check_open()
-            table = self._tables.get(name)
-            if table is None:
-                self._check_writable()
-                table = self._tables[name] = _MemoryTable(self, name, line_bytes)
-            check_same_line("this store", name, table.line_bytes, line_bytes)
-            return table
+    def _made_table(self, name: str, line_bytes: int) -> "_MemoryTable":
+        return _MemoryTable(self, name, line_bytes)
 
-    def tables(self) -> dict[str, int]:
-        with self._lock:
-            self._check_open()
-            return {name: table.line_bytes for name, table in self._tables.items()}
-
-    def sync(self) -> None:
-        self._check_open()
-
-    def snapshot(self) -> "MemoryStore":
-        with self._lock:
-            self._check_open()
-            copied = MemoryStore()
-            copied._tables = {
-                name: table._copied_to(copied) for name, table in self._tables.items()
-            }
-            copied._is_snapshot = True
-            return copied
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_open = False
-            self._tables.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise RowStoreError("this store in memory is closed; make another one")
-
-    def _check_writable(self) -> None:
-        self._check_open()
-        if self._is_snapshot:
-            raise RowStoreError("a snapshot cannot be written; write to the store it was taken of")
+    def _copied_table(self, table: "_MemoryTable", store: Self) -> "_MemoryTable":
+        return table._copied_to(store)
 
 
 class _MemoryTable:
@@ -120,12 +65,11 @@ class _MemoryTable:
 
     def write(self, keys: Tensor, lines: Tensor) -> None:
         check_write(keys, lines, self.line_bytes)
-        # The last place of each key.
-        places = dict(zip(keys.tolist(), range(len(keys)), strict=True))
+        places = last_places(keys.numpy())
         with self._store._lock:
             self._store._check_writable()
-            rows = self._rows_for(list(places))
-            self._lines[rows] = lines.numpy()[list(places.values())]
+            rows = self._rows_for(keys[places].tolist())
+            self._lines[rows] = lines.numpy()[places]
 
     def delete(self, keys: Tensor) -> None:
         check_keys(keys)

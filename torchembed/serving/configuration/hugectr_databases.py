@@ -15,7 +15,7 @@ from torchembed.serving.configuration.level_configs import (
     VolatileConfig,
 )
 from torchembed.stores import OverflowPolicy
-from torchembed.stores.volatile_options import MAX_BATCH_ROWS
+from torchembed.stores.volatile.options import MAX_BATCH_ROWS
 
 _NO_MARGIN = 2**64 - 1
 _DEFAULT_FILTER = "^hps_.+$"

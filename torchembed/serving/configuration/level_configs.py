@@ -15,7 +15,7 @@ from torchembed.serving.configuration.fields import (
     check_fields,
 )
 from torchembed.stores import OverflowPolicy, VolatileOptions
-from torchembed.stores.volatile_options import MAX_BATCH_ROWS
+from torchembed.stores.volatile.options import MAX_BATCH_ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from torchembed.serving.levels.lookup_statistics import (
 from torchembed.serving.levels.missing_rows import FetchedRows, MissingRows, num_distinct
 from torchembed.serving.levels.row_levels import RowLevels
 from torchembed.serving.levels.served_table import ServedFeature, positions_of
+from torchembed.stores.last_places import last_places
 
 
 class LookedUpRows(NamedTuple):
@@ -215,13 +216,14 @@ class LeveledLookup:
         deleted = keys[:0] if deleted_keys is None else deleted_keys.cpu()
         with self.levels.updating(table, torch.cat([keys, deleted])):
             self.levels.write_lines(table, keys, lines.cpu())
-            last = _last_places(keys)
+            last = last_places(keys.numpy())
+            keys, lines = keys[last], lines[last]
             with self.cache.access.writing():
-                self.cache.update(place, keys[last], lines[last.to(lines.device)])
+                self.cache.update(place, keys, lines)
             self.levels.delete(table, deleted)
             with self.cache.access.writing():
                 self.cache.erase(place, deleted)
-        self._totals.add(Count.UPDATED_ROWS, len(last))
+        self._totals.add(Count.UPDATED_ROWS, len(keys))
         self._totals.add(Count.DELETED_ROWS, len(deleted))
 
     def refresh(self, share: float) -> int:
@@ -364,9 +366,3 @@ class LeveledLookup:
             rows[cache.group_of[part.table]][part.positions] = part.rows
             is_default[part.positions] = ~part.is_found
         return pool_rows(features, plan, rows), is_default
-
-
-def _last_places(keys: Tensor) -> Tensor:
-    """The last place of each distinct key: int64 ``[u]``."""
-    places = dict(zip(keys.tolist(), range(len(keys)), strict=True))
-    return torch.tensor(list(places.values()), dtype=torch.int64)

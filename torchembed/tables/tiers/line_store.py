@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchembed.stores import ReadAheadTable, RocksDBStore, RowStoreError, RowTable
 from torchembed.stores.arguments import MAX_WRITE_BYTES
-from torchembed.stores.rocksdb_database import import_rocksdict
+from torchembed.stores.rocksdb.database import import_rocksdict
 from torchembed.tables.tiers.line_layout import LineLayout
 from torchembed.tables.tiers.scratch_folders import ScratchFolder, scratch_folder
 

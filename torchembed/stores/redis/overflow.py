@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from torchembed.stores.redis_commands import as_decimals, command, exchange, rows_command
-from torchembed.stores.redis_layout import PartitionNames, key_fields
-from torchembed.stores.redis_nodes import RedisNodes
-from torchembed.stores.redis_pages import all_accesses, all_keys
-from torchembed.stores.redis_scripts import EVICT_CHOSEN, EVICT_RANDOM
-from torchembed.stores.volatile_options import OverflowPolicy, VolatileOptions
+from torchembed.stores.redis.commands import as_decimals, command, exchange, rows_command
+from torchembed.stores.redis.layout import PartitionNames, key_fields
+from torchembed.stores.redis.nodes import RedisNodes
+from torchembed.stores.redis.pages import all_accesses, all_keys
+from torchembed.stores.redis.scripts import EVICT_CHOSEN, EVICT_RANDOM
+from torchembed.stores.volatile.options import OverflowPolicy, VolatileOptions
 
 _MAX_STEP_ROWS = 10_000
 """Most rows that a step evicts: others wait some 20 ms for it."""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from torchembed.stores.arguments import check_same_line
 from torchembed.stores.errors import CorruptStoreError, RowStoreError
 from torchembed.stores.folder_lock import LOCK_FILE, FolderLock
-from torchembed.stores.rocksdb_faults import faults_named
-from torchembed.stores.rocksdb_files import share_files, sync_to_disk
-from torchembed.stores.rocksdb_options import Compression, RocksDBOptions
-from torchembed.stores.rocksdb_writes import refuse_stalls, write_whole
+from torchembed.stores.rocksdb.faults import faults_named
+from torchembed.stores.rocksdb.files import share_files, sync_to_disk
+from torchembed.stores.rocksdb.options import Compression, RocksDBOptions
+from torchembed.stores.rocksdb.writes import refuse_stalls, write_whole
 
 if TYPE_CHECKING:
     import rocksdict

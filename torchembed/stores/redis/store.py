@@ -1,21 +1,21 @@
-"""A store in Redis, which several machines share."""
+"""Tables of lines by key in Redis."""
 
 import json
 import threading
 from types import TracebackType
 from typing import Self
 
-from torchembed.stores.access_refresher import AccessRefresher
 from torchembed.stores.arguments import check_same_line, check_table
 from torchembed.stores.errors import CorruptStoreError, RowStoreError
 from torchembed.stores.memory import MemoryStore
-from torchembed.stores.redis_commands import Exchange, command, exchange
-from torchembed.stores.redis_layout import HUGECTR_TABLES, REGISTRY, hugectr_table
-from torchembed.stores.redis_nodes import RedisNodes
-from torchembed.stores.redis_options import RedisLayout, RedisOptions
-from torchembed.stores.redis_overflow import OverflowResolver
-from torchembed.stores.redis_table import RedisRead, RedisTable
-from torchembed.stores.volatile_options import VolatileOptions
+from torchembed.stores.redis.commands import Exchange, command, exchange
+from torchembed.stores.redis.layout import HUGECTR_TABLES, REGISTRY, hugectr_table
+from torchembed.stores.redis.nodes import RedisNodes
+from torchembed.stores.redis.options import RedisLayout, RedisOptions
+from torchembed.stores.redis.overflow import OverflowResolver
+from torchembed.stores.redis.table import RedisRead, RedisTable
+from torchembed.stores.volatile.access_refresher import AccessRefresher
+from torchembed.stores.volatile.options import VolatileOptions
 
 _SNAPSHOT_ROWS = 1 << 16
 

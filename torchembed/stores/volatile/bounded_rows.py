@@ -22,7 +22,7 @@ from torchembed.ops.hash_table import (
     moved_rows,
     slot_ranges,
 )
-from torchembed.stores.volatile_options import OverflowPolicy, VolatileOptions
+from torchembed.stores.volatile.options import OverflowPolicy, VolatileOptions
 
 _FIRST_CAPACITY = 64
 

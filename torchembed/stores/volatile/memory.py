@@ -1,32 +1,28 @@
 """A store of a bounded number of rows in the memory of the host."""
 
 import itertools
-import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from torchembed.stores.access_refresher import AccessRefresher
 from torchembed.stores.arguments import (
     check_keys,
     check_lines,
     check_positive,
-    check_same_line,
-    check_table,
     check_write,
 )
-from torchembed.stores.bounded_rows import BoundedRows, FoundRows
-from torchembed.stores.errors import RowStoreError
 from torchembed.stores.interface import LineChunk
 from torchembed.stores.last_places import last_places
-from torchembed.stores.shared_lock import SharedLock
-from torchembed.stores.volatile_options import VolatileOptions
+from torchembed.stores.tables_in_memory import TablesInMemory
+from torchembed.stores.volatile.access_refresher import AccessRefresher
+from torchembed.stores.volatile.bounded_rows import BoundedRows, FoundRows
+from torchembed.stores.volatile.options import VolatileOptions
+from torchembed.stores.volatile.shared_lock import SharedLock
 
 
-class VolatileMemoryStore:
+class VolatileMemoryStore(TablesInMemory["_VolatileMemoryTable"]):
     """Tables of lines by key (:class:`~torchembed.stores.RowStore`) in the memory of this process,
     each partition of a table of at most ``overflow_margin_rows``.
 
@@ -43,11 +39,8 @@ class VolatileMemoryStore:
     """
 
     def __init__(self, options: VolatileOptions | None = None) -> None:
+        super().__init__()
         self.options = options or VolatileOptions()
-        self._tables: dict[str, _VolatileMemoryTable] = {}
-        self._is_snapshot = False
-        self._is_open = True
-        self._lock = threading.RLock()
         self._refresher: AccessRefresher[_Read] = AccessRefresher("torchembed accesses to memory")
 
     @property
@@ -55,63 +48,23 @@ class VolatileMemoryStore:
         """Keys whose reads were not noted, since too many waited to be."""
         return self._refresher.num_lost_keys
 
-    def table(self, name: str, line_bytes: int) -> "_VolatileMemoryTable":
-        check_table(name, line_bytes)
-        with self._lock:
-            self._check_open()
-            table = self._tables.get(name)
-            if table is None:
-                self._check_writable()
-                rows = BoundedRows(line_bytes, self.options)
-                table = self._tables[name] = _VolatileMemoryTable(self, name, line_bytes, rows)
-            check_same_line("this store", name, table.line_bytes, line_bytes)
-            return table
-
-    def tables(self) -> dict[str, int]:
-        with self._lock:
-            self._check_open()
-            return {name: table.line_bytes for name, table in self._tables.items()}
-
     def sync(self) -> None:
         """Return when all reads before are noted. Nothing survives the process."""
         self._check_open()
         self._refresher.flush()
 
-    def snapshot(self) -> "VolatileMemoryStore":
-        with self._lock:
-            self._check_open()
-            copied = VolatileMemoryStore(self.options)
-            copied._tables = {
-                name: table._copied_to(copied) for name, table in self._tables.items()
-            }
-            copied._is_snapshot = True
-            return copied
-
     def close(self) -> None:
         self._refresher.close()
-        with self._lock:
-            self._is_open = False
-            self._tables.clear()
+        super().close()
 
-    def __enter__(self) -> Self:
-        return self
+    def _made_store(self) -> Self:
+        return type(self)(self.options)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def _made_table(self, name: str, line_bytes: int) -> "_VolatileMemoryTable":
+        return _VolatileMemoryTable(self, name, line_bytes, BoundedRows(line_bytes, self.options))
 
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise RowStoreError("this store in memory is closed; make another one")
-
-    def _check_writable(self) -> None:
-        self._check_open()
-        if self._is_snapshot:
-            raise RowStoreError("a snapshot cannot be written; write to the store it was taken of")
+    def _copied_table(self, table: "_VolatileMemoryTable", store: Self) -> "_VolatileMemoryTable":
+        return table._copied_to(store)
 
 
 class _Read(NamedTuple):
@@ -142,9 +95,8 @@ class _VolatileMemoryTable:
 
     def write(self, keys: Tensor, lines: Tensor) -> None:
         check_write(keys, lines, self.line_bytes)
-        places, lines_array = last_places(keys.numpy()), lines.numpy()
-        if places is not None:
-            keys, lines_array = keys[places], lines_array[places]
+        places = last_places(keys.numpy())
+        keys, lines_array = keys[places], lines.numpy()[places]
         max_rows = self._store.options.max_batch_rows
         # Once also for no keys, so that it is known whether the store may be written.
         for begin in range(0, max(len(keys), 1), max_rows):

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torchembed.stores.errors import StoreUnavailableError
-from torchembed.stores.redis_commands import Exchange, command, exchange
-from torchembed.stores.redis_faults import faults_named, import_redis
-from torchembed.stores.redis_options import RedisOptions, RedisTls, split_address
+from torchembed.stores.redis.commands import Exchange, command, exchange
+from torchembed.stores.redis.faults import faults_named, import_redis
+from torchembed.stores.redis.options import RedisOptions, RedisTls, split_address
 
 if TYPE_CHECKING:
     from redis.connection import BlockingConnectionPool, Connection
@@ -25,7 +25,7 @@ class RedisNodes:
     """A single server, or those of a cluster.
 
     Any number of threads may use it at once. Every method but :meth:`close` raises what
-    :func:`~torchembed.stores.redis_faults.faults_named` says, within ``timeout_seconds`` of the
+    :func:`~torchembed.stores.redis.faults.faults_named` says, within ``timeout_seconds`` of the
     last sign of life of a server.
     """
 
@@ -56,15 +56,11 @@ class RedisNodes:
             f"{_MAX_REDIRECTIONS} times"
         )
 
-    def run_on_each(self, make: "list[bytes | memoryview]") -> list[Any]:
-        """Send a command to each server that holds data; the replies, by :meth:`nodes`."""
-        return [self.run_on(node, make) for node in self.nodes()]
-
-    def run_on(self, node: Node, make: "list[bytes | memoryview]") -> Any:
+    def run_on(self, node: Node, parts: list[bytes | memoryview]) -> Any:
         """Send a command to one server; its reply."""
         with faults_named(f"{node[0]}:{node[1]}"):
             replies: list[list[Any]] = [[]]
-            self._run_once([exchange(b"", make)], [(0, node)], replies, is_asking=False)
+            self._run_once([exchange(b"", parts)], [(0, node)], replies, is_asking=False)
             return replies[0][0]
 
     def nodes(self) -> list[Node]:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchembed.stores.redis_options import RedisLayout
+from torchembed.stores.redis.options import RedisLayout
 
 REGISTRY = b"torchembed_tables"
 """A hash of the tables' records, in JSON, by their names."""

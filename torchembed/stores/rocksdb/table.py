@@ -12,8 +12,8 @@ from torch import Tensor
 from torchembed.stores.arguments import check_keys, check_lines, check_positive, check_write
 from torchembed.stores.errors import CorruptStoreError
 from torchembed.stores.interface import LineChunk
-from torchembed.stores.rocksdb_database import PREFIX_BYTES, Database, import_rocksdict, prefix
-from torchembed.stores.rocksdb_faults import faults_named
+from torchembed.stores.rocksdb.database import PREFIX_BYTES, Database, import_rocksdict, prefix
+from torchembed.stores.rocksdb.faults import faults_named
 
 if TYPE_CHECKING:
     import rocksdict

@@ -13,7 +13,7 @@ from torchembed.stores.arguments import check_keys, check_lines, check_positive,
 from torchembed.stores.errors import CorruptStoreError
 from torchembed.stores.interface import LineChunk
 from torchembed.stores.last_places import last_places
-from torchembed.stores.redis_commands import (
+from torchembed.stores.redis.commands import (
     Exchange,
     as_decimals,
     command,
@@ -21,13 +21,13 @@ from torchembed.stores.redis_commands import (
     rows_command,
     transaction,
 )
-from torchembed.stores.redis_layout import key_fields, partition_names
-from torchembed.stores.redis_pages import all_keys
-from torchembed.stores.redis_scripts import ADD_COUNTS, ADVANCE_TIMES, COUNT_FROM_ZERO
-from torchembed.stores.volatile_options import OverflowPolicy
+from torchembed.stores.redis.layout import key_fields, partition_names
+from torchembed.stores.redis.pages import all_keys
+from torchembed.stores.redis.scripts import ADD_COUNTS, ADVANCE_TIMES, COUNT_FROM_ZERO
+from torchembed.stores.volatile.options import OverflowPolicy
 
 if TYPE_CHECKING:
-    from torchembed.stores.redis_store import RedisStore
+    from torchembed.stores.redis.store import RedisStore
 
 
 class RedisRead(NamedTuple):
@@ -72,8 +72,7 @@ class RedisTable:
         self._store._check_writable()
         keys_array, lines_array = keys.numpy(), lines.numpy()
         places = last_places(keys_array)
-        if places is not None:
-            keys_array, lines_array = keys_array[places], lines_array[places]
+        keys_array, lines_array = keys_array[places], lines_array[places]
         for batch in self._batches_of(len(keys_array)):
             self._write(keys_array[batch], lines_array[batch])
 
@@ -114,8 +113,7 @@ class RedisTable:
             times = [np.full(len(read.keys), read.microseconds) for read in reads]
             numbers = np.concatenate(times)
             places = last_places(keys)
-            if places is not None:
-                keys, numbers = keys[places], numbers[places]
+            keys, numbers = keys[places], numbers[places]
         for batch in self._batches_of(len(keys)):
             exchanges = []
             for partition, places in self._by_partition(keys[batch]):

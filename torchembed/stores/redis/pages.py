@@ -3,10 +3,10 @@
 import numpy as np
 
 from torchembed.stores.errors import CorruptStoreError
-from torchembed.stores.redis_commands import command, exchange
-from torchembed.stores.redis_layout import KEY_BYTES, keys_of
-from torchembed.stores.redis_nodes import RedisNodes
-from torchembed.stores.redis_scripts import SCAN_FIELDS
+from torchembed.stores.redis.commands import command, exchange
+from torchembed.stores.redis.layout import KEY_BYTES, keys_of
+from torchembed.stores.redis.nodes import RedisNodes
+from torchembed.stores.redis.scripts import SCAN_FIELDS
 
 _PAGE_FIELDS = 4096
 

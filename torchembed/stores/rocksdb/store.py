@@ -1,4 +1,4 @@
-"""A store on disk, by RocksDB."""
+"""Tables of lines by key in a folder on disk."""
 
 import contextlib
 import errno
@@ -12,15 +12,15 @@ from typing import Self
 from torchembed.stores.arguments import check_same_line, check_table
 from torchembed.stores.errors import CorruptStoreError, StoreInUseError
 from torchembed.stores.folder_lock import FolderLock
-from torchembed.stores.rocksdb_database import (
+from torchembed.stores.rocksdb.database import (
     ROWS,
     SNAPSHOTS,
     Database,
     import_rocksdict,
 )
-from torchembed.stores.rocksdb_files import point_to_files, sync_to_disk
-from torchembed.stores.rocksdb_options import RocksDBOptions
-from torchembed.stores.rocksdb_table import RocksDBTable
+from torchembed.stores.rocksdb.files import point_to_files, sync_to_disk
+from torchembed.stores.rocksdb.options import RocksDBOptions
+from torchembed.stores.rocksdb.table import RocksDBTable
 
 
 class RocksDBStore:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchembed.stores.errors import RowStoreError
-from torchembed.stores.rocksdb_faults import WriteStalledError, faults_named
+from torchembed.stores.rocksdb.faults import WriteStalledError, faults_named
 
 if TYPE_CHECKING:
     import rocksdict

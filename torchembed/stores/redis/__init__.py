@@ -1,0 +1,1 @@
+"""A store in Redis, which several machines share."""

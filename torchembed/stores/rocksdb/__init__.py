@@ -1,0 +1,1 @@
+"""A store on disk, by RocksDB."""
