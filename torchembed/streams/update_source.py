@@ -63,9 +63,11 @@ class UpdateSource:
         self._last_published_at = time.time()
         self._told: set[object] = set()
         self._is_closed = False
+        # Its own client: a consumer that is asked for all topics stops reading for half a second.
+        self._topic_client = kafka().Producer(client_settings(brokers, self.options, self._errors))
         self._consumer = self._new_consumer()
         try:
-            check_answers(self._consumer, brokers, self.options)
+            check_answers(self._topic_client, brokers, self.options)
             self._discover()
         except BaseException:
             self.close()
@@ -164,7 +166,7 @@ class UpdateSource:
         """Read further topics, where there are any."""
         self._discover_at = time.monotonic() + self.options.discovery_seconds
         try:
-            names = self._consumer.list_topics(timeout=_DISCOVERY_TIMEOUT_SECONDS).topics
+            names = self._topic_client.list_topics(timeout=_DISCOVERY_TIMEOUT_SECONDS).topics
         except kafka().KafkaException as error:
             self._errors.note(error.args[0].str())
             return
