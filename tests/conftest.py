@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.support import lanes
+from tests.support import lanes, skipped_redis
 from tests.support.sizes import Sizes
 from torchembed import _native
 
@@ -55,6 +55,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --device cuda"))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:  # one of several processes
+        return
+    names = {
+        outcome: [report.nodeid for report in reporter.stats.get(outcome, [])]
+        for outcome in ("passed", "skipped")
+    }
+    if exitstatus == pytest.ExitCode.OK and skipped_redis.were_all_skipped(**names):
+        reporter.write_line(
+            "redis-server is installed, and yet all tests of Redis were skipped", red=True
+        )
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -1,12 +1,13 @@
 """Redis servers of a test's own, in processes that it starts and kills."""
 
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ class RedisServer:
             self._process.wait()
             self._process = None
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Context in which it holds its connections, and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
     def client(self, **arguments: object) -> redis.Redis:
         return redis.Redis(port=self.port, **arguments)  # type: ignore[arg-type]
 
@@ -58,8 +69,6 @@ class RedisServer:
 @contextmanager
 def redis_server(*arguments: str) -> Iterator[RedisServer]:
     """A single server; skips the test where none is installed."""
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
     with _folder() as folder:
         server = RedisServer(folder, *arguments)
         try:
@@ -67,6 +76,27 @@ def redis_server(*arguments: str) -> Iterator[RedisServer]:
             yield server
         finally:
             server.kill()
+
+
+@contextmanager
+def redis_cluster(num_nodes: int = 3) -> Iterator[list[RedisServer]]:
+    """A cluster without replicas, whose slots are divided evenly; skips as above."""
+    with ExitStack() as stack:
+        servers = []
+        for _ in range(num_nodes):
+            port = ("--cluster-port", str(free_port()), "--cluster-node-timeout", "1000")
+            servers.append(
+                stack.enter_context(redis_server("--cluster-enabled", "yes", *port)),
+            )
+        addresses = [server.address for server in servers]
+        subprocess.run(
+            ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"],
+            check=True,
+            capture_output=True,
+            timeout=LIMIT_SECONDS,
+        )
+        wait_until(lambda: all(_is_whole(servers)))
+        yield servers
 
 
 def free_port() -> int:
@@ -88,6 +118,14 @@ def needs_redis() -> None:
     for program in ("redis-server", "redis-cli"):
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}: apt-get install redis-server")
+
+
+def _is_whole(servers: list[RedisServer]) -> Iterator[bool]:
+    for server in servers:
+        with server.client() as client:
+            info = client.execute_command("CLUSTER INFO")
+        assert isinstance(info, dict)
+        yield info["cluster_state"] == "ok" and info["cluster_known_nodes"] == str(len(servers))
 
 
 @contextmanager
