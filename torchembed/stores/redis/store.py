@@ -1,7 +1,6 @@
 """Tables of lines by key in Redis."""
 
 import json
-import threading
 from types import TracebackType
 from typing import Self
 
@@ -54,7 +53,6 @@ class RedisStore:
         self._refresher: AccessRefresher[RedisRead] = AccessRefresher(
             "torchembed accesses to Redis"
         )
-        self._lock = threading.Lock()
         self._is_open = True
 
     def __str__(self) -> str:
@@ -79,13 +77,14 @@ class RedisStore:
         if self.redis_options.layout is RedisLayout.HUGECTR:
             return table
         get = command(b"HGET", REGISTRY, field)
-        is_read_only = self.redis_options.is_read_only
-        asked = exchange(REGISTRY, get) if is_read_only else exchange(REGISTRY, put, get)
-        made_with = self._nodes.run([asked])[0][-1]
+        # Asked before it is put, since a server that is full answers that alone.
+        made_with = self._nodes.run([exchange(REGISTRY, get)])[0][-1]
         if made_with is None:
-            raise RowStoreError(
-                f"{self} is read-only and has no table {name!r}; write to it elsewhere first"
-            )
+            if self.redis_options.is_read_only:
+                raise RowStoreError(
+                    f"{self} is read-only and has no table {name!r}; write to it elsewhere first"
+                )
+            made_with = self._nodes.run([exchange(REGISTRY, put, get)])[0][-1]
         self._check_record(name, record, _record(made_with))
         return table
 
@@ -117,10 +116,11 @@ class RedisStore:
         return copied
 
     def close(self) -> None:
-        self._refresher.close()
-        with self._lock:
+        try:
+            self._refresher.close()
+        finally:
             self._is_open = False
-        self._nodes.close()
+            self._nodes.close()
 
     def __enter__(self) -> Self:
         return self

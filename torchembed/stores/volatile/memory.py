@@ -54,8 +54,10 @@ class VolatileMemoryStore(TablesInMemory["_VolatileMemoryTable"]):
         self._refresher.flush()
 
     def close(self) -> None:
-        self._refresher.close()
-        super().close()
+        try:
+            self._refresher.close()
+        finally:
+            super().close()
 
     def _made_store(self) -> Self:
         return type(self)(self.options)
