@@ -14,11 +14,17 @@ from torchembed.serving.models.model_folder import (
     version_folder,
     versions_in,
 )
+from torchembed.serving.models.model_options import ModelOptions
+from torchembed.serving.models.model_repository import ModelRepository
+from torchembed.serving.models.shared_lookups import LookupFactory
 
 __all__ = [
     "DeployError",
+    "LookupFactory",
     "ModelDescription",
     "ModelFolderError",
+    "ModelOptions",
+    "ModelRepository",
     "OutOfMemoryBudgetError",
     "QueueFullError",
     "deploy",

@@ -1,0 +1,193 @@
+"""A version of a model that is loaded and answers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchembed.core.types import Pooling
+from torchembed.serving.interface import Answer, InvalidRequestError, ModelForm
+from torchembed.serving.levels import LeveledLookup, ServedFeature
+from torchembed.serving.models.dense_program import (
+    PROGRAM_FILE,
+    WEIGHTS_FILE,
+    DenseProgram,
+    load_program,
+    read_weights,
+)
+from torchembed.serving.models.description import (
+    DEFAULT_ROWS,
+    Argument,
+    ArgumentKind,
+    Combining,
+    ModelDescription,
+)
+from torchembed.serving.models.request import Request, as_tensor, check_request, lookup_features
+
+_POOLING = {Combining.SUM: Pooling.SUM, Combining.MEAN: Pooling.MEAN, Combining.EACH: None}
+_WARM_SAMPLES = (1, 2)
+"""Numbers of samples of the requests that are answered before any other."""
+
+
+class DenseWeights(NamedTuple):
+    """The weights of a dense part, with the version that answers by them have."""
+
+    tensors: tuple[Tensor, ...]
+    version: str
+
+
+class _LookupPart(NamedTuple):
+    """The lookups of a model that one call makes."""
+
+    leveled: LeveledLookup
+    numbers: list[int]
+    """Places among the description's lookups."""
+    features: list[ServedFeature]
+
+
+class LoadedVersion:
+    """A version of a model that answers; any number of threads may ask at once.
+
+    Args:
+        folder: of the version, whose files were checked.
+        description: of it.
+        lookups: by the name of each of its tables in the description.
+        store_names: the name of each table in its lookup, likewise.
+        device: of the dense part.
+
+    Raises:
+        ModelFolderError: where the dense part cannot be read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        description: ModelDescription,
+        lookups: Mapping[str, LeveledLookup],
+        store_names: Mapping[str, str],
+        device: torch.device,
+    ) -> None:
+        self.description, self._device = description, device
+        self.form: ModelForm = description.form()
+        self._program = DenseProgram(load_program(folder / PROGRAM_FILE), device)
+        tensors = read_weights(folder / WEIGHTS_FILE, description.weights, device)
+        self.weights = DenseWeights(tuple(tensors), str(description.version))
+        """Those that the next request is answered by; assigned as a whole, so that no answer mixes
+        two."""
+        self._parts = list(_parts(description, lookups, store_names))
+
+    def with_weights(self, tensors: Mapping[str, Tensor], version: int) -> DenseWeights:
+        """Weights on the device for :attr:`weights`, copied from ``tensors``.
+
+        Args:
+            tensors: all weights by name.
+            version: that answers by them have.
+
+        Raises:
+            ValueError: for other names, shapes or dtypes than the version's own.
+        """
+        names = self.description.weights
+        if set(tensors) != set(names):
+            raise ValueError(f"tensors must be {sorted(names)}, got {sorted(tensors)}")
+        for name, weight in zip(names, self.weights.tensors, strict=True):
+            given = tensors[name]
+            if given.shape != weight.shape or given.dtype != weight.dtype:
+                raise ValueError(
+                    f"tensor {name} must be {weight.dtype} {list(weight.shape)}, got "
+                    f"{given.dtype} {list(given.shape)}"
+                )
+        copies = (tensors[name].detach().to(self._device, copy=True) for name in names)
+        return DenseWeights(tuple(copies), str(version))
+
+    def answer(
+        self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None
+    ) -> Answer:
+        """As :meth:`torchembed.serving.interface.ServedModel.answer`."""
+        self.check_outputs(outputs)
+        return self.answer_request(check_request(self.description, inputs), outputs)
+
+    def check_outputs(self, outputs: Sequence[str] | None) -> None:
+        """Raise ``InvalidRequestError`` for names that are no outputs."""
+        names = [form.name for form in self.form.outputs]
+        unknown = sorted(set(outputs or ()) - set(names))
+        if unknown:
+            raise InvalidRequestError(f"outputs must be among {names}, got {unknown}")
+
+    def answer_request(self, request: Request, outputs: Sequence[str] | None = None) -> Answer:
+        """The answer to a request that was checked."""
+        weights = self.weights
+        vectors: dict[int, Tensor] = {}
+        num_default = np.zeros(request.num_samples, dtype=np.int32)
+        for part in self._parts:
+            features = lookup_features(self.description, request, part.numbers)
+            found = part.leveled.pooled(features, part.features)
+            vectors |= {n: found.vectors[str(n)].to(self._device) for n in part.numbers}
+            num_default += found.num_default_rows.cpu().numpy()
+        arguments = [self._argument(a, request, vectors) for a in self.description.arguments]
+        results = self._program.run(weights.tensors, arguments)
+        names = [output.name for output in self.description.outputs]
+        arrays = {n: r.cpu().numpy() for n, r in zip(names, results, strict=True)}
+        arrays[DEFAULT_ROWS] = num_default
+        wanted = arrays if outputs is None else {name: arrays[name] for name in outputs}
+        return Answer(wanted, weights.version, int(num_default.sum()))
+
+    def warm(self) -> None:
+        """Answer made-up requests, so that the first real one finds all compiled and in memory."""
+        jagged = {f.name for f in self.description.features if f.hotness is None}
+        without_ids = jagged | {f"{name}.weights" for name in jagged}
+        for num_samples in _WARM_SAMPLES:
+            inputs = {}
+            for form in self.form.inputs:
+                size = 0 if form.name in without_ids else num_samples
+                inputs[form.name] = np.zeros((size, *form.shape[1:]), dtype=form.dtype)
+            self.answer(inputs)
+
+    def _argument(
+        self, argument: Argument, request: Request, vectors: Mapping[int, Tensor]
+    ) -> Tensor:
+        match argument.kind:
+            case ArgumentKind.INPUT:
+                return as_tensor(request.dense[argument.name]).to(self._device)
+            case ArgumentKind.IDS:
+                ids = as_tensor(request.features[argument.name].ids).to(self._device)
+                return ids.view(request.num_samples, *argument.shape)
+            case ArgumentKind.LENGTHS:
+                return as_tensor(request.features[argument.name].lengths).to(self._device)
+            case ArgumentKind.UNUSED:
+                shape = [request.num_samples if n < 0 else n for n in argument.shape]
+                dtype = getattr(torch, argument.dtype.removeprefix("torch."))
+                return torch.zeros(shape, dtype=dtype, device=self._device)
+            case ArgumentKind.VECTORS:
+                lookup = self.description.lookups[argument.lookup]
+                hotness = self.description.feature(lookup.feature).hotness
+                found = vectors[argument.lookup]
+                # Of features that came as jagged ones the program takes the ids one after another.
+                is_each = lookup.combining is Combining.EACH and not argument.shape
+                if is_each and hotness is not None:
+                    return found.view(request.num_samples, hotness, -1)
+                # Programs index the vectors of jagged ids: without any there is one of no id.
+                return found if len(found) else found.new_zeros(1, *found.shape[1:])
+
+
+def _parts(
+    description: ModelDescription,
+    lookups: Mapping[str, LeveledLookup],
+    store_names: Mapping[str, str],
+) -> Iterator[_LookupPart]:
+    """The lookups of ``description``, those of one :class:`LeveledLookup` together."""
+    parts: dict[int, _LookupPart] = {}
+    for number, lookup in enumerate(description.lookups):
+        leveled = lookups[lookup.table]
+        part = parts.setdefault(id(leveled), _LookupPart(leveled, [], []))
+        part.numbers.append(number)
+        part.features.append(
+            ServedFeature(
+                name=str(number),
+                table=store_names[lookup.table],
+                pooling=_POOLING[lookup.combining],
+            )
+        )
+    yield from parts.values()

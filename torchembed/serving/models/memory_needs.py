@@ -1,0 +1,57 @@
+"""Memory that versions need, known from their folders before anything is loaded."""
+
+from typing import NamedTuple
+
+from torchembed.serving.levels import ServedTable
+from torchembed.serving.models.dense_program import PROGRAM_FILE, WEIGHTS_FILE
+from torchembed.serving.models.description import ModelDescription
+from torchembed.serving.models.errors import OutOfMemoryBudgetError
+
+
+class MemoryNeeds(NamedTuple):
+    """The bytes that a version takes once it is loaded.
+
+    Attributes:
+        tables: rows by the name of the table in its stores, keys of 8 bytes included.
+        dense: the weights and the program of the dense part.
+    """
+
+    tables: dict[str, int]
+    dense: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The sum."""
+        return sum(self.tables.values()) + self.dense
+
+
+def memory_needs(description: ModelDescription, tables: dict[ServedTable, int]) -> MemoryNeeds:
+    """The needs of a version.
+
+    Args:
+        tables: with their numbers of rows, as they are served.
+    """
+    rows = {t.name: num_rows * (t.line_bytes + 8) for t, num_rows in tables.items()}
+    files = (description.files[name].num_bytes for name in (PROGRAM_FILE, WEIGHTS_FILE))
+    return MemoryNeeds(rows, sum(files))
+
+
+def check_needs(what: str, needs: MemoryNeeds, held: dict[str, int], max_bytes: int | None) -> None:
+    """Raise ``OutOfMemoryBudgetError`` where a version does not fit beside what is held.
+
+    Args:
+        what: the version, for the error.
+        held: bytes by the names of tables in stores, and of dense parts.
+        max_bytes: None for no limit.
+    """
+    new = {name: n for name, n in needs.tables.items() if name not in held}
+    wanted = sum(new.values()) + needs.dense
+    left = None if max_bytes is None else max(0, max_bytes - sum(held.values()))
+    if left is not None and wanted > left:
+        largest = sorted(new, key=lambda name: -new[name])[:3]
+        tables = ", ".join(f"{name} {new[name]:,}" for name in largest)
+        raise OutOfMemoryBudgetError(
+            f"{what} needs {wanted:,} bytes of memory (dense part {needs.dense:,}; its largest "
+            f"tables: {tables or 'none'}), and {left:,} of {max_bytes:,} are left; "
+            "give the server more memory, a narrower row format, or a persistent level"
+        )

@@ -1,0 +1,39 @@
+"""How a model is served."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from torchembed.serving.levels import RowFormat
+from torchembed.serving.models.shared_lookups import LookupFactory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The options of a served model.
+
+    Raises:
+        ValueError: for values that cannot be.
+    """
+
+    make_lookup: LookupFactory
+    device: torch.device = torch.device("cpu")
+    """Of the dense part."""
+    row_format: RowFormat = RowFormat.FP32
+    defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """By table: each element of the row that ids without one are answered by, in place of what the
+    folder says."""
+    num_latest_versions: int = 1
+    """So many of the newest versions answer."""
+    versions: tuple[int, ...] = ()
+    """The versions that answer, in place of the newest."""
+    rows_by_version: bool = False
+    """Whether each version has rows of its own, which updates of that version alone change. Else
+    all versions of the model answer by the rows of the moment."""
+
+    def __post_init__(self) -> None:
+        if self.num_latest_versions < 1:
+            raise ValueError(
+                f"num_latest_versions must be at least 1, got {self.num_latest_versions}"
+            )

@@ -1,0 +1,127 @@
+"""Loading of rows of versions into the levels, and a record of those that are there."""
+
+import hashlib
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchembed.checkpoints import RowSource
+from torchembed.serving.levels import RowLevels
+from torchembed.serving.models.model_folder import open_table
+from torchembed.stores import RowStore
+
+_RECORDS = "torchembed.loaded_rows"
+_CHUNK_ROWS = 1 << 18
+
+
+class RowsOf(NamedTuple):
+    """Rows of a table in stores.
+
+    Attributes:
+        model: that they were loaded for.
+        store_name: of the table in its stores.
+    """
+
+    model: str
+    store_name: str
+
+
+class RowLoader:
+    """Loads rows of versions, and knows which are there.
+
+    Rows are of a version once they were loaded whole from it, or updated by one that came to this
+    version; those of a version or of a later one are not loaded again.
+
+    Args:
+        records: the store that keeps rows when the process ends, where the versions of rows are
+            kept likewise; None where no rows outlive it.
+        is_loading: False where the stores have all rows, whatever is on record.
+    """
+
+    def __init__(self, records: RowStore | None, *, is_loading: bool = True) -> None:
+        self._is_loading = is_loading
+        self._table = None if records is None else records.table(_RECORDS, 8)
+        self._versions: dict[RowsOf, int] = {}
+        self._lock = threading.Lock()
+
+    def version(self, rows: RowsOf) -> int:
+        """The version of rows, 0 where there are none."""
+        with self._lock:
+            return self._version(rows)
+
+    def load(self, rows: RowsOf, version: int, folder: Path, table: str, levels: RowLevels) -> None:
+        """Have the rows of a version in the levels, unless rows of it or of a later one are there.
+
+        Rows that the version does not have are deleted, where earlier ones of the model were loaded
+        under that name.
+
+        Args:
+            folder: of the version.
+            table: name of the table in it.
+
+        Raises:
+            ModelFolderError: where the rows are not as they were written.
+            RowStoreError, OSError: where they cannot be stored. Loading again does no harm.
+        """
+        earlier = self.version(rows)
+        if not self._is_loading or earlier >= version:
+            return
+        source = open_table(folder, table)
+        keys = _write(source, rows.store_name, levels)
+        if earlier:
+            _delete_others(keys, rows.store_name, levels)
+        levels.sync()
+        self.note(rows, version)
+
+    def note(self, rows: RowsOf, version: int) -> None:
+        """Have it on record that rows are of ``version``, unless they are of a later one."""
+        with self._lock:
+            if version > self._version(rows):
+                if self._table is not None:
+                    line = torch.tensor([[version]], dtype=torch.int64).view(torch.uint8)
+                    self._table.write(_key(rows), line)
+                self._versions[rows] = version
+
+    def drop(self, rows: RowsOf, levels: RowLevels) -> None:
+        """Delete rows from the levels, and from the record."""
+        with self._lock:
+            # First of all: rows on record are whole.
+            if self._table is not None:
+                self._table.delete(_key(rows))
+            self._versions.pop(rows, None)
+        for chunk in levels.chunks(rows.store_name, _CHUNK_ROWS):
+            levels.delete(rows.store_name, chunk.keys)
+
+    def _version(self, rows: RowsOf) -> int:
+        found = self._versions.get(rows)
+        if found is None and self._table is not None:
+            line = torch.zeros(1, 8, dtype=torch.uint8)
+            self._table.read(_key(rows), line)
+            found = self._versions[rows] = int(line.view(torch.int64))
+        return found or 0
+
+
+def _key(rows: RowsOf) -> Tensor:
+    text = f"{rows.model}\n{rows.store_name}".encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    return torch.tensor([int.from_bytes(digest, "little", signed=True)])
+
+
+def _write(source: RowSource, store_name: str, levels: RowLevels) -> Tensor:
+    """Write all rows of a source; returns their keys, ascending."""
+    keys = []
+    for chunk in source:
+        levels.write(store_name, chunk.keys, chunk.rows)
+        keys.append(chunk.keys)
+    return torch.cat(keys).sort().values
+
+
+def _delete_others(keys: Tensor, store_name: str, levels: RowLevels) -> None:
+    """Delete the rows whose keys are not among ``keys``, ascending."""
+    for chunk in levels.chunks(store_name, _CHUNK_ROWS):
+        places = torch.searchsorted(keys, chunk.keys).clamp(max=max(0, len(keys) - 1))
+        is_kept = keys[places] == chunk.keys if len(keys) else torch.zeros(len(chunk.keys)).bool()
+        levels.delete(store_name, chunk.keys[~is_kept])

@@ -1,0 +1,127 @@
+"""Loading of versions: checked, their rows in the levels, and warm."""
+
+import threading
+from pathlib import Path
+
+from torchembed.serving.levels import ServedTable
+from torchembed.serving.models.description import DeployedTable, ModelDescription
+from torchembed.serving.models.errors import ModelFolderError
+from torchembed.serving.models.loaded_version import LoadedVersion
+from torchembed.serving.models.memory_needs import check_needs, memory_needs
+from torchembed.serving.models.model_folder import check_files, read_description, version_folder
+from torchembed.serving.models.model_options import ModelOptions
+from torchembed.serving.models.row_loading import RowLoader, RowsOf
+from torchembed.serving.models.shared_lookups import SharedLookups
+from torchembed.serving.models.version_lease import VersionLease
+
+
+class VersionLoader:
+    """Loads versions out of a folder of models; any number of threads at once.
+
+    Args:
+        folder: of all models.
+        rows: loads their rows.
+        max_bytes: of memory that rows and dense parts of loaded versions may take; None for no
+            limit.
+    """
+
+    def __init__(self, folder: Path, rows: RowLoader, max_bytes: int | None) -> None:
+        self.folder, self.rows, self.lookups = folder, rows, SharedLookups()
+        self.is_closing = False
+        """Whether rows of versions that are let go of stay in the stores."""
+        self._max_bytes = max_bytes
+        self._held: dict[object, dict[str, int]] = {}
+        """The bytes of each loaded version: by the names of its tables in stores, and of its dense
+        part."""
+        self._lock = threading.Lock()
+
+    def load(self, name: str, number: int, options: ModelOptions) -> VersionLease:
+        """Load a version with all its rows, and have it answer made-up requests.
+
+        Raises:
+            ModelFolderError: where the folder is not as it was written.
+            OutOfMemoryBudgetError: where the version needs more memory than is left.
+            ValueError: where its tables are not as those of one name that are loaded, or the
+                options do not fit it.
+            RowStoreError, OSError: where rows cannot be stored.
+        """
+        folder = version_folder(self.folder, name, number)
+        description = read_description(folder)
+        if (description.name, description.version) != (name, number):
+            raise ModelFolderError(
+                f"{folder} must hold version {number} of {name}, and holds version "
+                f"{description.version} of {description.name}; move it where it was deployed"
+            )
+        tables = served_tables(description, options)
+        needs = memory_needs(description, dict(tables.values()))
+        token = object()
+        with self._lock:
+            held = {place: n for of_one in self._held.values() for place, n in of_one.items()}
+            what = f"version {number} of model {name}"
+            check_needs(what, needs, held, self._max_bytes)
+            self._held[token] = {**needs.tables, f"{what}, dense part": needs.dense}
+
+        def release() -> None:
+            if options.rows_by_version and not self.is_closing:
+                for table, _ in tables.values():
+                    levels = self.lookups.lookups()[table.name].levels
+                    self.rows.drop(RowsOf(name, table.name), levels)
+            self.lookups.release(token)
+            with self._lock:
+                del self._held[token]
+
+        try:
+            check_files(folder, description)
+            lookups = self.lookups.take(token, dict(tables.values()), options.make_lookup)
+        except BaseException:
+            with self._lock:
+                del self._held[token]
+            raise
+        try:
+            for table, (served, _) in tables.items():
+                levels = lookups[served.name].levels
+                self.rows.load(RowsOf(name, served.name), number, folder, table, levels)
+            version = LoadedVersion(
+                folder,
+                description,
+                {table: lookups[served.name] for table, (served, _) in tables.items()},
+                {table: served.name for table, (served, _) in tables.items()},
+                options.device,
+            )
+            version.warm()
+        except BaseException:
+            release()
+            raise
+        return VersionLease(version, version, release)
+
+
+def served_tables(
+    description: ModelDescription, options: ModelOptions
+) -> dict[str, tuple[ServedTable, int]]:
+    """Each table of a version by its name, as it is served, with its number of rows.
+
+    Raises:
+        ValueError: where the options have defaults for tables that there are none of.
+    """
+    names = [table.name for table in description.tables]
+    unknown = sorted(set(options.defaults) - set(names))
+    if unknown:
+        raise ValueError(f"defaults must be of tables of the model, {names}, got {unknown}")
+    return {
+        table.name: (
+            ServedTable(
+                name=store_name(description.name, description.version, table, options),
+                dim=table.dim,
+                row_format=options.row_format,
+                default=options.defaults.get(table.name, table.default),
+            ),
+            table.num_rows,
+        )
+        for table in description.tables
+    }
+
+
+def store_name(model: str, number: int, table: DeployedTable, options: ModelOptions) -> str:
+    """The name of a table in stores."""
+    name = f"{model}/{table.name}" if table.store_name is None else table.store_name
+    return f"{name}@{number}" if options.rows_by_version else name
