@@ -122,7 +122,7 @@ class OverflowMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("policy", OverflowPolicy)
 def test_memory(policy: OverflowPolicy) -> None:
-    run(policy, VolatileMemoryStore, num_examples=25)
+    run(policy, VolatileMemoryStore, num_examples=40)
 
 
 @pytest.mark.parametrize("policy", OverflowPolicy)
@@ -132,7 +132,7 @@ def test_redis(single_redis: RedisServer, policy: OverflowPolicy) -> None:
             client.flushall()
         return RedisStore(RedisOptions(addresses=(single_redis.address,)), options)
 
-    run(policy, open_store, num_examples=15)
+    run(policy, open_store, num_examples=40)
 
 
 def run(policy: OverflowPolicy, open_store: Open, num_examples: int) -> None:
