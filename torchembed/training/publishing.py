@@ -128,7 +128,8 @@ class ModelPublisher:
         except DeliveryError:
             self._is_whole_due = True
             raise
-        for ids in self._ids.values():
+        # Behind a refusal some deletions may be lost, until the whole tables are published.
+        for ids in () if self._is_whole_due else self._ids.values():
             ids.confirm()
 
     def close(self) -> None:
