@@ -246,7 +246,13 @@ def sequence() -> ServedCase:
             batch_size=n,
         )
 
-    return ServedCase(_JaggedAttention(), examples, feature_arrays, ["seen", "target"], [])
+    def request(features: SparseFeatures) -> dict[str, np.ndarray]:
+        # The model takes exactly one target of each sample, so that it has no lengths.
+        arrays = feature_arrays(features)
+        del arrays["target.lengths"]
+        return arrays | {"target": arrays["target"].reshape(-1, 1)}
+
+    return ServedCase(_JaggedAttention(), examples, request, ["seen", "target"], [])
 
 
 class _Columns(nn.Module):
