@@ -11,8 +11,12 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from tests.support.redis_servers import RedisServer
 from torchembed.stores import (
     MemoryStore,
+    OverflowPolicy,
+    RedisOptions,
+    RedisStore,
     RocksDBOptions,
     RocksDBStore,
     RowStore,
@@ -114,6 +118,26 @@ class VolatileMemoryMachine(StoreMachine):
         return VolatileMemoryStore(VolatileOptions(num_partitions=3, max_batch_rows=5))
 
 
+class RedisMachine(StoreMachine):
+    server: RedisServer
+
+    def opened(self) -> RowStore:
+        with self.server.client() as client:
+            client.flushall()
+        return self.reached()
+
+    def reached(self) -> RedisStore:
+        options = VolatileOptions(
+            num_partitions=3, max_batch_rows=5, overflow_policy=OverflowPolicy.EVICT_LEAST_USED
+        )
+        return RedisStore(RedisOptions(addresses=(self.server.address,)), options)
+
+    @rule()
+    def open_again(self) -> None:
+        self.store.close()
+        self.store = self.reached()
+
+
 class RocksDBMachine(StoreMachine):
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
@@ -152,4 +176,10 @@ class RocksDBMachine(StoreMachine):
 )
 def test_store(machine: Callable[[], StoreMachine], num_examples: int) -> None:
     settings = hypothesis.settings(max_examples=num_examples, stateful_step_count=25)
+    run_state_machine_as_test(machine, settings=settings)
+
+
+def test_redis(single_redis: RedisServer) -> None:
+    machine = type("Machine", (RedisMachine,), {"server": single_redis})
+    settings = hypothesis.settings(max_examples=10, stateful_step_count=25)
     run_state_machine_as_test(machine, settings=settings)

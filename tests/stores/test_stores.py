@@ -29,20 +29,22 @@ KEYS = [-(2**63), -(2**32), -257, -1, 0, 1, 255, 256, 2**32, 2**63 - 1]
 LINE_BYTES = 5
 
 
-@pytest.fixture(params=["memory", "rocksdb", "volatile memory", "redis"])
+@pytest.fixture(params=["memory", "rocksdb", "volatile memory", "redis", "redis cluster"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RowStore]:
     stores: dict[str, Callable[[], RowStore]] = {
         "memory": MemoryStore,
         "rocksdb": lambda: RocksDBStore(tmp_path / "store"),
         "volatile memory": VolatileMemoryStore,
         "redis": lambda: redis_store(request.getfixturevalue("single_redis")),
+        "redis cluster": lambda: redis_store(*request.getfixturevalue("cluster")),
     }
     with stores[request.param]() as store:
         yield store
 
 
-def redis_store(server: RedisServer) -> RedisStore:
-    options = RedisOptions(addresses=(server.address,))
+def redis_store(*servers: RedisServer) -> RedisStore:
+    addresses = tuple(server.address for server in servers)
+    options = RedisOptions(addresses=addresses, is_cluster=len(servers) > 1)
     return RedisStore(options, VolatileOptions(num_partitions=4, max_batch_rows=150))
 
 
