@@ -1,0 +1,62 @@
+"""Processes that apply updates to a store on disk, and are killed before they commit them."""
+
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tests.support.followed_models import followed_models
+from torchembed.serving.updates import ApplierOptions, UpdateApplier
+from torchembed.stores import RocksDBStore
+from torchembed.streams import SourceOptions, UpdateSource
+
+GROUP, DIM = "killed", 4
+_OPTIONS = SourceOptions(discovery_seconds=0.1, session_timeout_seconds=1.0, max_messages=5)
+
+
+class _DyingSource(UpdateSource):
+    """Kills its process in place of the commit after so many messages."""
+
+    num_messages = 1 << 62
+
+    def commit(self) -> None:
+        if self.statistics.num_messages >= self.num_messages:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().commit()
+
+
+def apply_until_killed(messages: Connection, addresses: str, path: Path, num_messages: int) -> None:
+    """Apply updates of table ``m/t`` until so many messages came, and die before these are
+    committed."""
+    source = _DyingSource(addresses, GROUP, _OPTIONS)
+    source.num_messages = num_messages
+    with (
+        RocksDBStore(path) as store,
+        followed_models({"m/t": DIM}, [store]) as models,
+        UpdateApplier(source, models, ApplierOptions(poll_timeout_seconds=0.05)),
+    ):
+        messages.send("started")
+        time.sleep(120)
+
+
+def apply_to_the_end(
+    messages: Connection, addresses: str, path: Path, ids: list[int], last_version: int
+) -> None:
+    """Apply updates until a row of each partition is of the last version; sends the rows by id, and
+    how many updates were applied."""
+    source = UpdateSource(addresses, GROUP, _OPTIONS)
+    with (
+        RocksDBStore(path) as store,
+        followed_models({"m/t": DIM}, [store]) as models,
+        UpdateApplier(source, models, ApplierOptions(poll_timeout_seconds=0.05)) as applier,
+    ):
+        deadline = time.monotonic() + 60
+        while models.applied.get("m/t", []).count(last_version) < source.num_partitions or (
+            not source.num_partitions
+        ):
+            assert time.monotonic() < deadline, (source.statistics, applier.statistics())
+            time.sleep(0.01)
+        num_applied = applier.statistics().num_updates
+        found = models.rows_of("m/t", ids)
+    messages.send((num_applied, {id_: row.tolist() for id_, row in found.items()}))
