@@ -19,11 +19,12 @@ LIMIT_SECONDS = 60.0
 class RedisServer:
     """A server on a port of its own."""
 
-    def __init__(self, folder: Path, *arguments: str, port: int | None = None) -> None:
+    def __init__(self, folder: Path, *arguments: str, is_encrypted: bool = False) -> None:
         self.folder = folder
-        self.port = free_port() if port is None else port
+        self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
-        self._arguments = arguments
+        ports = ("--port", "0", "--tls-port") if is_encrypted else ("--port",)
+        self._arguments = (*ports, str(self.port), *arguments)
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -31,7 +32,7 @@ class RedisServer:
         with (self.folder / "log").open("w") as log:
             self._process = subprocess.Popen(
                 [
-                    *("redis-server", "--bind", "127.0.0.1", "--port", str(self.port)),
+                    *("redis-server", "--bind", "127.0.0.1"),
                     *("--dir", str(self.folder), "--save", "", *self._arguments),
                 ],
                 stdout=log,
@@ -67,10 +68,10 @@ class RedisServer:
 
 
 @contextmanager
-def redis_server(*arguments: str) -> Iterator[RedisServer]:
+def redis_server(*arguments: str, is_encrypted: bool = False) -> Iterator[RedisServer]:
     """A single server; skips the test where none is installed."""
     with _folder() as folder:
-        server = RedisServer(folder, *arguments)
+        server = RedisServer(folder, *arguments, is_encrypted=is_encrypted)
         try:
             server.start()
             yield server
