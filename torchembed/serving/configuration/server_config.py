@@ -12,6 +12,7 @@ from torchembed.serving.configuration.level_configs import (
     VolatileConfig,
 )
 from torchembed.serving.configuration.model_config import ModelConfig
+from torchembed.serving.protocols import ClientTimeouts, RequestLimits, TlsFiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,13 @@ class ServerConfig:
     """Requests of each protocol that are computed at once."""
     token: str | None = dataclasses.field(default=None, repr=False)
     """What requests must carry, but for those for health."""
+    tls: TlsFiles | None = None
+    """Without it connections are open to read."""
+    limits: RequestLimits = RequestLimits()
+    timeouts: ClientTimeouts = ClientTimeouts()
+    max_memory_bytes: Annotated[int, AtLeast(1)] | None = None
+    """That rows and dense parts of loaded versions may take: a version that needs more than is left
+    is refused before it is loaded. None for no limit, as where rows are in a persistent level."""
     grace_seconds: Annotated[float, AtLeast(0)] = 10.0
     """For requests under way when the server is to end."""
     volatile: VolatileConfig | None = VolatileConfig()

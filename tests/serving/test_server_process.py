@@ -1,0 +1,105 @@
+"""A server, from the trained model to answers over its protocols."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.server_processes import running_server
+from tests.zoo.served_models import MODELS, ServedCase
+from torchembed.serving.__main__ import main
+from torchembed.serving.models import deploy
+
+pytest.importorskip("tritonclient.http")
+pytest.importorskip("rocksdict")
+
+
+def trained(seed: int) -> ServedCase:
+    torch.manual_seed(seed)
+    return MODELS["dlrm"]()
+
+
+def expected(case: ServedCase, examples: Any) -> np.ndarray:
+    with torch.no_grad():
+        return case.model.eval()(*examples).numpy()
+
+
+def asked(client: Any, protocol: Any, request: dict[str, np.ndarray]) -> tuple[np.ndarray, str]:
+    """The output and the version of an answer of model ``m``."""
+    names = {"float32": "FP32", "int64": "INT64", "int32": "INT32"}
+    inputs = []
+    for name, array in request.items():
+        tensor = protocol.InferInput(name, list(array.shape), names[array.dtype.name])
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    answer = client.infer("m", inputs)
+    response = answer.get_response()
+    version = response["model_version"] if isinstance(response, dict) else response.model_version
+    return answer.as_numpy("output"), version
+
+
+def test_a_trained_model_is_deployed_served_and_replaced(tmp_path: Path) -> None:
+    import tritonclient.grpc
+    import tritonclient.http
+
+    models, first, second = tmp_path / "models", trained(1), trained(2)
+    examples = first.examples(5)
+    request = first.request(examples)
+    deploy(first.model, models, name="m", version=1, examples=first.examples(4))
+    flags = ("--persistent", str(tmp_path / "rows"))
+    with running_server(models, tmp_path / "log", *flags) as server:
+        http = tritonclient.http.InferenceServerClient(server.http)
+        grpc = tritonclient.grpc.InferenceServerClient(server.grpc)
+        assert http.is_server_ready() and grpc.is_model_ready("m")
+        for client, protocol in ((http, tritonclient.http), (grpc, tritonclient.grpc)):
+            found, version = asked(client, protocol, request)
+            np.testing.assert_allclose(found, expected(first, examples), atol=2e-6)
+            assert version == "1"
+        deploy(second.model, models, name="m", version=2, examples=first.examples(4))
+        http.load_model("m")
+        found, version = asked(http, tritonclient.http, request)
+        np.testing.assert_allclose(found, expected(second, examples), atol=2e-6)
+        assert version == "2"
+        http.unload_model("m")
+        with pytest.raises(Exception, match="model m is not loaded: unloaded"):
+            asked(http, tritonclient.http, request)
+        http.close()
+        grpc.close()
+        assert server.end() == 0
+    # The rows of version 2 are in RocksDB, and are not loaded again.
+    with running_server(models, tmp_path / "log", *flags) as server:
+        http = tritonclient.http.InferenceServerClient(server.http)
+        found, _ = asked(http, tritonclient.http, request)
+        np.testing.assert_allclose(found, expected(second, examples), atol=2e-6)
+        http.close()
+
+
+def test_what_keeps_a_server_from_starting_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failed_start(*flags: str) -> str:
+        assert (
+            main(
+                ["--models", str(models), "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", *flags]
+            )
+            == 2
+        )
+        written = capsys.readouterr()
+        (line,) = written.err.splitlines()
+        assert written.out == "" and line.startswith("torchembed.serving: ")
+        return line
+
+    case, models = trained(1), tmp_path / "models"
+    deploy(case.model, models, name="m", version=1, examples=case.examples(4))
+    config = tmp_path / "server.yaml"
+    config.write_text("max_memory_bytes: 1000\nmodels: [{name: m}]\n")
+    line = failed_start("--config", str(config))
+    assert "version 1 of model m needs" in line and "bytes of memory" in line
+    config.write_text("models: [{name: m, cache: {rows: 0}}]\n")
+    assert "models[0].cache.rows must be at least 1, got 0" in failed_start("--config", str(config))
+    config.write_text("models: [{name: absent}]\n")
+    assert "got 'absent'" in failed_start("--config", str(config))
+    (models / "m" / "1" / "dense.safetensors").write_bytes(b"x" * 100)
+    assert "is corrupt: deploy again" in failed_start()

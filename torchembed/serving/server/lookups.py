@@ -1,0 +1,44 @@
+"""The caches and lookups of models, as a configuration says."""
+
+from collections.abc import Mapping
+
+import torch
+
+from torchembed.serving.configuration import CacheConfig, ModelConfig, RowsOf
+from torchembed.serving.levels import EmbeddingCache, LeveledLookup, RowLevels, ServedTable
+from torchembed.serving.models import LookupFactory, ModelOptions
+from torchembed.serving.server.stores import StoreStack
+
+
+def model_options(config: ModelConfig, stack: StoreStack) -> ModelOptions:
+    """The options of a model over the stores of its server."""
+    return ModelOptions(
+        make_lookup=_lookups(config, stack),
+        device=torch.device(_devices(config.cache)[0]),
+        row_format=config.cache.row_format,
+        defaults=config.default_values,
+        num_latest_versions=config.num_latest_versions,
+        versions=config.versions,
+        rows_by_version=config.rows is RowsOf.VERSION,
+    )
+
+
+def _lookups(config: ModelConfig, stack: StoreStack) -> LookupFactory:
+    def make(tables: Mapping[ServedTable, int]) -> LeveledLookup:
+        served, caching = list(tables), config.cache
+        share = sum(tables.values()), sum(t.line_bytes for t in served) // len(served)
+        num_cached = caching.num_rows(*share)
+        # In the proportion of the tables' rows, so that a small table does not crowd a large one.
+        whole = max(1, share[0])
+        num_rows = {t.name: max(1, num_cached * n // whole) for t, n in tables.items()}
+        cache = EmbeddingCache(served, _devices(caching), num_rows=num_rows, kind=caching.kind)
+        levels = RowLevels(stack.stores, served, names=stack.names)
+        return LeveledLookup(cache, levels, hit_rate_threshold=config.hit_rate_threshold)
+
+    return make
+
+
+def _devices(config: CacheConfig) -> tuple[str, ...]:
+    if config.devices:
+        return config.devices
+    return ("cuda:0" if torch.cuda.is_available() else "cpu",)

@@ -1,0 +1,139 @@
+"""A server, assembled from its configuration."""
+
+import contextlib
+from types import TracebackType
+from typing import Self
+
+from torchembed.serving.configuration import ModelConfig, ServerConfig, UpdateConfig, parse_address
+from torchembed.serving.models import ModelRepository
+from torchembed.serving.protocols import (
+    GrpcServer,
+    HttpServer,
+    ServerMetrics,
+    ServerOptions,
+    serve_until_signalled,
+)
+from torchembed.serving.server.lookups import model_options
+from torchembed.serving.server.metrics import lookup_totals, update_totals
+from torchembed.serving.server.refreshing import Refresher
+from torchembed.serving.server.stores import open_stores
+from torchembed.serving.updates import ApplierOptions, UpdateApplier
+from torchembed.streams import SourceOptions, UpdateSource
+
+
+class Server:
+    """The models of a folder behind the Open Inference Protocol, as a configuration says.
+
+    It is a context manager that closes itself.
+
+    Raises:
+        ValueError: for settings that cannot be together, or are not there yet.
+        RowStoreError, OSError: where a store cannot be opened.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config, self.metrics = config, ServerMetrics()
+        with contextlib.ExitStack() as opening:
+            stores = open_stores(config, opening)
+            chosen = {model.name: model_options(model, stores) for model in config.models}
+            of_others = ModelConfig(name="others")
+            self.repository = opening.enter_context(
+                ModelRepository(
+                    config.models_folder,
+                    model_options(of_others, stores),
+                    models=chosen or None,
+                    records=stores.persistent,
+                    is_loading=config.persistent is None or config.persistent.is_loaded,
+                    max_bytes=config.max_memory_bytes,
+                )
+            )
+            self._opened = opening.pop_all()
+        self.metrics.add_source(lambda: lookup_totals(self.repository))
+        directory, metrics = self.repository, self.metrics
+        self.http = self.grpc = None
+        if config.http_address is not None:
+            options = _options(config, config.http_address)
+            self.http = HttpServer(directory, options=options, metrics=metrics)
+        if config.grpc_address is not None:
+            options = _options(config, config.grpc_address)
+            self.grpc = GrpcServer(directory, options=options, metrics=metrics)
+        self._protocols = [server for server in (self.http, self.grpc) if server is not None]
+        self._is_started = False
+
+    def start(self) -> None:
+        """Listen, load all models, and be ready; updates are applied from then on.
+
+        Raises:
+            ValueError, UnknownModelError: where a model cannot be loaded.
+            ConnectionError: where no broker answers.
+            OSError: where an address cannot be listened at.
+        """
+        if self._is_started:
+            raise RuntimeError("a Server is started once; make another one")
+        self._is_started = True
+        # Before models, which may take long to load, so that health can be asked meanwhile.
+        for server in self._protocols:
+            server.start()
+        self.repository.start()
+        if self.config.updates is not None:
+            self._opened.enter_context(self._applier(self.config.updates))
+        for model in self.config.models:
+            if model.cache.refresh_interval_seconds > 0:
+                self._opened.enter_context(Refresher(self.repository, model.name, model.cache))
+
+    def serve(self) -> int:
+        """Serve until SIGTERM or SIGINT, end gracefully, and return the signal's number. Call it
+        on the main thread."""
+        number = serve_until_signalled(self._protocols, self.config.grace_seconds)
+        self.close()
+        return number
+
+    def close(self) -> None:
+        """End at once what was started; a second call does nothing."""
+        for server in self._protocols:
+            server.stop(0.0)
+        self._protocols = []
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _applier(self, config: UpdateConfig) -> UpdateApplier:
+        names = tuple(model.name for model in self.config.models) or None
+        options = SourceOptions(
+            models=names,
+            max_messages=config.max_batch_messages,
+            discovery_seconds=config.metadata_refresh_seconds,
+            start_timeout_seconds=config.start_timeout_seconds,
+            client_settings=config.client_settings,
+            topic_filters=config.filters or SourceOptions.topic_filters,
+        )
+        source = UpdateSource(",".join(config.brokers), config.group, options)
+        applying = ApplierOptions(
+            poll_timeout_seconds=config.poll_timeout_seconds,
+            back_off_seconds=config.failure_back_off_seconds,
+        )
+        applier = UpdateApplier(source, self.repository, applying)
+        self.metrics.add_source(lambda: update_totals(applier))
+        return applier
+
+
+def _options(config: ServerConfig, address: str) -> ServerOptions:
+    host, port = parse_address("address", address)
+    return ServerOptions(
+        host=host,
+        port=port,
+        num_threads=config.num_threads,
+        token=config.token,
+        tls=config.tls,
+        limits=config.limits,
+        timeouts=config.timeouts,
+    )
