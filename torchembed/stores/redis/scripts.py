@@ -14,6 +14,16 @@ return {page[1], fields}
 Keys: the hash. Arguments: the cursor and the size of the page. Gives the next cursor and fields.
 """
 
+DELETE = b"""
+for first = 1, #ARGV, 2000 do
+  local last = math.min(first + 1999, #ARGV)
+  redis.call('HDEL', KEYS[1], unpack(ARGV, first, last))
+  redis.call('HDEL', KEYS[2], unpack(ARGV, first, last))
+end
+"""
+"""Delete rows. Keys: values and accesses. Arguments: fields. A transaction would do the same, but
+for servers that are full, which take none."""
+
 COUNT_FROM_ZERO = b"""
 for i = 1, #ARGV do redis.call('HSETNX', KEYS[1], ARGV[i], '0') end
 """

@@ -1,5 +1,6 @@
 """Tables of lines by key in Redis."""
 
+import contextlib
 import json
 from types import TracebackType
 from typing import Self
@@ -17,6 +18,8 @@ from torchembed.stores.volatile.access_refresher import AccessRefresher
 from torchembed.stores.volatile.options import VolatileOptions
 
 _SNAPSHOT_ROWS = 1 << 16
+_CHECKED_OPTIONS = ("num_partitions", "overflow_policy")
+"""Those in which all stores of a table agree."""
 
 
 class RedisStore:
@@ -144,7 +147,7 @@ class RedisStore:
 
     def _check_record(self, name: str, wanted: dict, made_with: dict) -> None:
         check_same_line(str(self), name, made_with["line_bytes"], wanted["line_bytes"])
-        for option in ("num_partitions", "overflow_policy"):
+        for option in _CHECKED_OPTIONS:
             if made_with[option] != wanted[option]:
                 raise ValueError(
                     f"{option} of table {name!r} must be {made_with[option]}, with which it was "
@@ -173,7 +176,8 @@ class RedisStore:
 
 
 def _record(text: bytes) -> dict:
-    record = json.loads(text)
-    if not isinstance(record, dict) or not isinstance(record.get("line_bytes"), int):
-        raise CorruptStoreError(f"the hash {REGISTRY!r} of Redis has a record {text!r} of others")
-    return record
+    with contextlib.suppress(ValueError, TypeError, LookupError):
+        record = json.loads(text)
+        if isinstance(record["line_bytes"], int) and record.keys() >= {*_CHECKED_OPTIONS}:
+            return record
+    raise CorruptStoreError(f"the hash {REGISTRY!r} of Redis has a record {text!r} of others")

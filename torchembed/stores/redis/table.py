@@ -23,7 +23,7 @@ from torchembed.stores.redis.commands import (
 )
 from torchembed.stores.redis.layout import key_fields, partition_names
 from torchembed.stores.redis.pages import all_keys
-from torchembed.stores.redis.scripts import ADD_COUNTS, ADVANCE_TIMES, COUNT_FROM_ZERO
+from torchembed.stores.redis.scripts import ADD_COUNTS, ADVANCE_TIMES, COUNT_FROM_ZERO, DELETE
 from torchembed.stores.volatile.options import OverflowPolicy
 
 if TYPE_CHECKING:
@@ -84,10 +84,8 @@ class RedisTable:
             exchanges = []
             for partition, places in self._by_partition(keys_array[batch]):
                 names, fields = self._names[partition], key_fields(keys_array[batch][places])
-                deletions = [
-                    rows_command([b"HDEL", name], fields) for name in (names.values, names.accesses)
-                ]
-                exchanges.append(transaction(names.values, *deletions))
+                head = [b"EVAL", DELETE, 2, names.values, names.accesses]
+                exchanges.append(exchange(names.values, rows_command(head, fields)))
             self._store._nodes.run(exchanges)
 
     def chunks(self, max_rows: int) -> Iterator[LineChunk]:
