@@ -51,6 +51,11 @@ class ModelNotReadyError(RuntimeError):
     """The model is there and cannot answer now: it is being loaded, or loading it failed."""
 
 
+class BusyError(RuntimeError):
+    """As many requests are under way or wait as may, or the server is about to end; ask again later
+    or elsewhere."""
+
+
 class ModelState(enum.Enum):
     """Whether a version of a model answers; values are those of the repository index."""
 

@@ -2,11 +2,11 @@
 
 from torchembed.serving.models.deploy import deploy
 from torchembed.serving.models.description import ModelDescription
+from torchembed.serving.models.dynamic_batcher import BatchOptions
 from torchembed.serving.models.errors import (
     DeployError,
     ModelFolderError,
     OutOfMemoryBudgetError,
-    QueueFullError,
 )
 from torchembed.serving.models.model_folder import (
     models_in,
@@ -19,6 +19,7 @@ from torchembed.serving.models.model_repository import ModelRepository
 from torchembed.serving.models.shared_lookups import LookupFactory
 
 __all__ = [
+    "BatchOptions",
     "DeployError",
     "LookupFactory",
     "ModelDescription",
@@ -26,7 +27,6 @@ __all__ = [
     "ModelOptions",
     "ModelRepository",
     "OutOfMemoryBudgetError",
-    "QueueFullError",
     "deploy",
     "models_in",
     "read_description",

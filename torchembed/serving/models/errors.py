@@ -11,7 +11,3 @@ class ModelFolderError(ValueError):
 
 class OutOfMemoryBudgetError(MemoryError):
     """A version needs more memory than there is; nothing of it has been loaded."""
-
-
-class QueueFullError(RuntimeError):
-    """As many requests wait as may; the sender may ask again later."""

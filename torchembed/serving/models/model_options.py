@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from torchembed.serving.levels import RowFormat
+from torchembed.serving.models.dynamic_batcher import BatchOptions
 from torchembed.serving.models.shared_lookups import LookupFactory
 
 
@@ -28,6 +29,8 @@ class ModelOptions:
     """So many of the newest versions answer."""
     versions: tuple[int, ...] = ()
     """The versions that answer, in place of the newest."""
+    batching: BatchOptions | None = None
+    """None for an answer to each request on its own, in its own thread."""
     rows_by_version: bool = False
     """Whether each version has rows of its own, which updates of that version alone change. Else
     all versions of the model answer by the rows of the moment."""

@@ -16,6 +16,7 @@ from torchembed.serving.interface import (
     UnknownModelError,
 )
 from torchembed.serving.levels import LeveledLookup
+from torchembed.serving.models.dynamic_batcher import BatchTotals, DynamicBatcher
 from torchembed.serving.models.model_folder import models_in, versions_in
 from torchembed.serving.models.model_options import ModelOptions
 from torchembed.serving.models.model_versions import ModelVersions
@@ -213,6 +214,12 @@ class ModelRepository:
     def lookups(self) -> dict[str, LeveledLookup]:
         """The lookup of each loaded table, by the table's name in stores."""
         return self._loader.lookups.lookups()
+
+    def batches(self) -> list[BatchTotals]:
+        """The totals of all batches of loaded models, by model and version."""
+        leases = [lease for model in list(self._models.values()) for lease in model.leases()]
+        found = [lease.answering for lease in leases]
+        return [t for each in found if isinstance(each, DynamicBatcher) for t in each.totals()]
 
     def close(self) -> None:
         """Let go of all models, once they have answered what they were asked. Rows stay in the

@@ -55,6 +55,8 @@ def check_request(description: ModelDescription, inputs: Mapping[str, np.ndarray
             f"inputs must all have one number of samples, got {sorted(sizes)}"
         )
     (num_samples,) = sizes
+    if not num_samples:
+        raise InvalidRequestError("inputs must have at least 1 sample, got none")
     features = {f.name: _feature_ids(f, inputs, num_samples) for f in description.features}
     for lookup in description.lookups:
         table, ids = description.table(lookup.table), features[lookup.feature].ids

@@ -1,10 +1,12 @@
 """Loading of versions: checked, their rows in the levels, and warm."""
 
+import contextlib
 import threading
 from pathlib import Path
 
-from torchembed.serving.levels import ServedTable
+from torchembed.serving.levels import RowLevels, ServedTable
 from torchembed.serving.models.description import DeployedTable, ModelDescription
+from torchembed.serving.models.dynamic_batcher import DynamicBatcher
 from torchembed.serving.models.errors import ModelFolderError
 from torchembed.serving.models.loaded_version import LoadedVersion
 from torchembed.serving.models.memory_needs import check_needs, memory_needs
@@ -61,23 +63,15 @@ class VersionLoader:
             check_needs(what, needs, held, self._max_bytes)
             self._held[token] = {**needs.tables, f"{what}, dense part": needs.dense}
 
-        def release() -> None:
-            if options.rows_by_version and not self.is_closing:
-                for table, _ in tables.values():
-                    levels = self.lookups.lookups()[table.name].levels
-                    self.rows.drop(RowsOf(name, table.name), levels)
-            self.lookups.release(token)
-            with self._lock:
-                del self._held[token]
-
-        try:
+        with contextlib.ExitStack() as releasing:
+            releasing.callback(self._forget, token)
             check_files(folder, description)
+            releasing.callback(self.lookups.release, token)
             lookups = self.lookups.take(token, dict(tables.values()), options.make_lookup)
-        except BaseException:
-            with self._lock:
-                del self._held[token]
-            raise
-        try:
+            if options.rows_by_version:
+                for served, _ in tables.values():
+                    rows, levels = RowsOf(name, served.name), lookups[served.name].levels
+                    releasing.callback(self._drop, rows, levels)
             for table, (served, _) in tables.items():
                 levels = lookups[served.name].levels
                 self.rows.load(RowsOf(name, served.name), number, folder, table, levels)
@@ -89,10 +83,20 @@ class VersionLoader:
                 options.device,
             )
             version.warm()
-        except BaseException:
-            release()
-            raise
-        return VersionLease(version, version, release)
+            answering = version
+            if options.batching is not None:
+                answering = releasing.enter_context(DynamicBatcher(version, options.batching))
+            return VersionLease(version, answering, releasing.pop_all().close)
+
+    def _forget(self, token: object) -> None:
+        """Count the bytes of a version no more."""
+        with self._lock:
+            del self._held[token]
+
+    def _drop(self, rows: RowsOf, levels: RowLevels) -> None:
+        """Delete the rows of a version that is let go of while the server goes on."""
+        if not self.is_closing:
+            self.rows.drop(rows, levels)
 
 
 def served_tables(

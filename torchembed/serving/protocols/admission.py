@@ -2,8 +2,8 @@
 
 import threading
 
+from torchembed.serving.interface import BusyError
 from torchembed.serving.protocols.options import RequestLimits
-from torchembed.serving.protocols.refusals import BusyError
 
 
 class Admission:

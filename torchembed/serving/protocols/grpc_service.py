@@ -11,6 +11,7 @@ import grpc
 from google.protobuf import json_format
 
 from torchembed.serving.interface import (
+    BusyError,
     InvalidRequestError,
     ModelDirectory,
     ModelNotReadyError,
@@ -23,7 +24,6 @@ from torchembed.serving.protocols.inference import Inferred, infer
 from torchembed.serving.protocols.metrics import ServerMetrics
 from torchembed.serving.protocols.options import ServerOptions
 from torchembed.serving.protocols.refusals import (
-    BusyError,
     TooLargeError,
     UnauthorizedError,
     UnsupportedError,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from starlette.types import Receive, Scope, Send
 
 from torchembed.serving.interface import (
+    BusyError,
     InvalidRequestError,
     ModelNotReadyError,
     UnknownModelError,
@@ -21,7 +22,6 @@ from torchembed.serving.protocols.inference import Inferred
 from torchembed.serving.protocols.metrics import ServerMetrics
 from torchembed.serving.protocols.options import RequestLimits
 from torchembed.serving.protocols.refusals import (
-    BusyError,
     TooLargeError,
     UnauthorizedError,
     UnsupportedError,

@@ -6,7 +6,7 @@ import torch
 
 from torchembed.serving.configuration import CacheConfig, ModelConfig, RowsOf
 from torchembed.serving.levels import EmbeddingCache, LeveledLookup, RowLevels, ServedTable
-from torchembed.serving.models import LookupFactory, ModelOptions
+from torchembed.serving.models import BatchOptions, LookupFactory, ModelOptions
 from torchembed.serving.server.stores import StoreStack
 
 
@@ -19,7 +19,19 @@ def model_options(config: ModelConfig, stack: StoreStack) -> ModelOptions:
         defaults=config.default_values,
         num_latest_versions=config.num_latest_versions,
         versions=config.versions,
+        batching=_batching(config),
         rows_by_version=config.rows is RowsOf.VERSION,
+    )
+
+
+def _batching(config: ModelConfig) -> BatchOptions | None:
+    if config.batching is None:
+        return None
+    return BatchOptions(
+        max_samples=config.batching.max_samples,
+        max_delay_seconds=config.batching.max_delay_microseconds * 1e-6,
+        max_waiting_requests=config.batching.max_waiting_requests,
+        num_instances=config.num_instances,
     )
 
 

@@ -4,10 +4,15 @@ from collections.abc import Iterator
 
 from torchembed.serving.levels import LeveledLookup, LookupStatistics
 from torchembed.serving.models import ModelRepository
-from torchembed.serving.protocols import HistogramTotal, MetricKind, MetricTotal
+from torchembed.serving.protocols import ExecutionTotals, HistogramTotal, MetricKind, MetricTotal
 from torchembed.serving.updates import UpdateApplier
 
 _COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
+
+
+def batch_totals(repository: ModelRepository) -> list[ExecutionTotals]:
+    """Totals of the batches of all models that have any, by version."""
+    return [ExecutionTotals(*totals) for totals in repository.batches()]
 
 
 def lookup_totals(repository: ModelRepository) -> Iterator[MetricTotal]:

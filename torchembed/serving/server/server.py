@@ -14,7 +14,7 @@ from torchembed.serving.protocols import (
     serve_until_signalled,
 )
 from torchembed.serving.server.lookups import model_options
-from torchembed.serving.server.metrics import lookup_totals, update_totals
+from torchembed.serving.server.metrics import batch_totals, lookup_totals, update_totals
 from torchembed.serving.server.refreshing import Refresher
 from torchembed.serving.server.stores import open_stores
 from torchembed.serving.updates import ApplierOptions, UpdateApplier
@@ -49,6 +49,7 @@ class Server:
             )
             self._opened = opening.pop_all()
         self.metrics.add_source(lambda: lookup_totals(self.repository))
+        self.metrics.add_execution_source(lambda: batch_totals(self.repository))
         directory, metrics = self.repository, self.metrics
         self.http = self.grpc = None
         if config.http_address is not None:
