@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchembed.checkpoints import RowSource
-from torchembed.serving.levels import RowLevels
+from torchembed.serving.levels import LeveledLookup
 from torchembed.serving.models.model_folder import open_table
 from torchembed.stores import RowStore
 
@@ -52,8 +52,11 @@ class RowLoader:
         with self._lock:
             return self._version(rows)
 
-    def load(self, rows: RowsOf, version: int, folder: Path, table: str, levels: RowLevels) -> None:
-        """Have the rows of a version in the levels, unless rows of it or of a later one are there.
+    def load(
+        self, rows: RowsOf, version: int, folder: Path, table: str, lookup: LeveledLookup
+    ) -> None:
+        """Write the rows of a version through a lookup, unless rows of it or of a later one are
+        there.
 
         Rows that the version does not have are deleted, where earlier ones of the model were loaded
         under that name.
@@ -70,10 +73,10 @@ class RowLoader:
         if not self._is_loading or earlier >= version:
             return
         source = open_table(folder, table)
-        keys = _write(source, rows.store_name, levels)
+        keys = _write(source, rows.store_name, lookup)
         if earlier:
-            _delete_others(keys, rows.store_name, levels)
-        levels.sync()
+            _delete_others(keys, rows.store_name, lookup)
+        lookup.levels.sync()
         self.note(rows, version)
 
     def note(self, rows: RowsOf, version: int) -> None:
@@ -85,15 +88,14 @@ class RowLoader:
                     self._table.write(_key(rows), line)
                 self._versions[rows] = version
 
-    def drop(self, rows: RowsOf, levels: RowLevels) -> None:
-        """Delete rows from the levels, and from the record."""
+    def drop(self, rows: RowsOf, lookup: LeveledLookup) -> None:
+        """Delete rows of a table, and the record of them."""
         with self._lock:
             # First of all: rows on record are whole.
             if self._table is not None:
                 self._table.delete(_key(rows))
             self._versions.pop(rows, None)
-        for chunk in levels.chunks(rows.store_name, _CHUNK_ROWS):
-            levels.delete(rows.store_name, chunk.keys)
+        _delete_others(torch.empty(0, dtype=torch.int64), rows.store_name, lookup)
 
     def _version(self, rows: RowsOf) -> int:
         found = self._versions.get(rows)
@@ -110,18 +112,19 @@ def _key(rows: RowsOf) -> Tensor:
     return torch.tensor([int.from_bytes(digest, "little", signed=True)])
 
 
-def _write(source: RowSource, store_name: str, levels: RowLevels) -> Tensor:
+def _write(source: RowSource, store_name: str, lookup: LeveledLookup) -> Tensor:
     """Write all rows of a source; returns their keys, ascending."""
     keys = []
     for chunk in source:
-        levels.write(store_name, chunk.keys, chunk.rows)
+        lookup.apply_rows(store_name, chunk.keys, chunk.rows)
         keys.append(chunk.keys)
     return torch.cat(keys).sort().values
 
 
-def _delete_others(keys: Tensor, store_name: str, levels: RowLevels) -> None:
+def _delete_others(keys: Tensor, store_name: str, lookup: LeveledLookup) -> None:
     """Delete the rows whose keys are not among ``keys``, ascending."""
-    for chunk in levels.chunks(store_name, _CHUNK_ROWS):
+    (dim,) = (table.dim for table in lookup.levels.tables if table.name == store_name)
+    for chunk in lookup.levels.chunks(store_name, _CHUNK_ROWS):
         places = torch.searchsorted(keys, chunk.keys).clamp(max=max(0, len(keys) - 1))
         is_kept = keys[places] == chunk.keys if len(keys) else torch.zeros(len(chunk.keys)).bool()
-        levels.delete(store_name, chunk.keys[~is_kept])
+        lookup.apply_rows(store_name, keys[:0], torch.empty(0, dim), chunk.keys[~is_kept])

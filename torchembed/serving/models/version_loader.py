@@ -4,7 +4,7 @@ import contextlib
 import threading
 from pathlib import Path
 
-from torchembed.serving.levels import RowLevels, ServedTable
+from torchembed.serving.levels import LeveledLookup, ServedTable
 from torchembed.serving.models.description import DeployedTable, ModelDescription
 from torchembed.serving.models.dynamic_batcher import DynamicBatcher
 from torchembed.serving.models.errors import ModelFolderError
@@ -70,11 +70,11 @@ class VersionLoader:
             lookups = self.lookups.take(token, dict(tables.values()), options.make_lookup)
             if options.rows_by_version:
                 for served, _ in tables.values():
-                    rows, levels = RowsOf(name, served.name), lookups[served.name].levels
-                    releasing.callback(self._drop, rows, levels)
+                    rows = RowsOf(name, served.name)
+                    releasing.callback(self._drop, rows, lookups[served.name])
             for table, (served, _) in tables.items():
-                levels = lookups[served.name].levels
-                self.rows.load(RowsOf(name, served.name), number, folder, table, levels)
+                rows = RowsOf(name, served.name)
+                self.rows.load(rows, number, folder, table, lookups[served.name])
             version = LoadedVersion(
                 folder,
                 description,
@@ -93,10 +93,10 @@ class VersionLoader:
         with self._lock:
             del self._held[token]
 
-    def _drop(self, rows: RowsOf, levels: RowLevels) -> None:
+    def _drop(self, rows: RowsOf, lookup: LeveledLookup) -> None:
         """Delete the rows of a version that is let go of while the server goes on."""
         if not self.is_closing:
-            self.rows.drop(rows, levels)
+            self.rows.drop(rows, lookup)
 
 
 def served_tables(
