@@ -8,8 +8,8 @@ from typing import Self
 from torchembed.stores.arguments import check_same_line, check_table
 from torchembed.stores.errors import CorruptStoreError, RowStoreError
 from torchembed.stores.memory import MemoryStore
-from torchembed.stores.redis.commands import Exchange, command, exchange
-from torchembed.stores.redis.layout import HUGECTR_TABLES, REGISTRY, hugectr_table
+from torchembed.stores.redis.commands import command, exchange
+from torchembed.stores.redis.layout import HUGECTR_TABLES, REGISTRY, hugectr_table, partition_names
 from torchembed.stores.redis.nodes import RedisNodes
 from torchembed.stores.redis.options import RedisLayout, RedisOptions
 from torchembed.stores.redis.overflow import OverflowResolver
@@ -78,6 +78,7 @@ class RedisStore:
         put = command(b"HSETNX", REGISTRY, field, json.dumps(record).encode())
         table = RedisTable(self, name, line_bytes, exchange(REGISTRY, put))
         if self.redis_options.layout is RedisLayout.HUGECTR:
+            self._check_hugectr_partitions(name)
             return table
         get = command(b"HGET", REGISTRY, field)
         # Asked before it is put, since a server that is full answers that alone.
@@ -155,6 +156,17 @@ class RedisStore:
                     "store another Redis"
                 )
 
+    def _check_hugectr_partitions(self, name: str) -> None:
+        """Raise where there are more partitions than would be read; fewer may be all that have
+        rows."""
+        num_partitions = self.options.num_partitions
+        beyond = partition_names(RedisLayout.HUGECTR, name, num_partitions).values
+        if self._nodes.run([exchange(beyond, command(b"EXISTS", beyond))])[0][0]:
+            raise ValueError(
+                f"num_partitions of table {name!r} in {self} must be more than {num_partitions}, "
+                "since it has more; give the number that HugeCTR was given"
+            )
+
     def _hugectr_tables(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for node in self._nodes.nodes():
@@ -163,16 +175,19 @@ class RedisStore:
                 scan = command(b"SCAN", cursor, b"MATCH", HUGECTR_TABLES, b"COUNT", 1000)
                 cursor, names = self._nodes.run_on(node, scan)
                 for values in names:
-                    found.setdefault(hugectr_table(values), self._line_bytes_in(values))
+                    table = hugectr_table(values)
+                    if table not in found and (line_bytes := self._line_bytes_in(values)):
+                        found[table] = line_bytes
                 if cursor == b"0":
                     break
         return dict(sorted(found.items()))
 
     def _line_bytes_in(self, values: bytes) -> int:
-        """The length of one of the lines of a hash."""
+        """The length of one of the lines of a hash; 0 where they are gone by now."""
         ((field,),) = self._nodes.run([exchange(values, command(b"HRANDFIELD", values))])
-        length: Exchange = exchange(values, command(b"HSTRLEN", values, field))
-        return self._nodes.run([length])[0][0]
+        if field is None:
+            return 0
+        return self._nodes.run([exchange(values, command(b"HSTRLEN", values, field))])[0][0]
 
 
 def _record(text: bytes) -> dict:
