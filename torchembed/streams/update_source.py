@@ -75,7 +75,9 @@ class UpdateSource:
 
     def _new_consumer(self) -> Any:
         milliseconds = int(self.options.session_timeout_seconds * 1000)
-        settings = client_settings(self._brokers, self.options, self._errors) | {
+        # Half a second by default, which brokers may take whatever comes meanwhile.
+        settings: dict[str, Any] = {"fetch.wait.max.ms": 50}
+        settings |= client_settings(self._brokers, self.options, self._errors) | {
             "group.id": self._group,
             "auto.offset.reset": "earliest",
             "enable.auto.commit": False,

@@ -1,0 +1,1 @@
+"""Serving: lookups, protocols, and how soon updates are served."""
