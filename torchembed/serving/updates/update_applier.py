@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -15,8 +15,9 @@ from torchembed.serving.updates.applier_statistics import (
     ApplierTotals,
     DropReason,
 )
+from torchembed.serving.updates.row_batches import RowBatch
 from torchembed.serving.updates.update_order import UpdateOrder
-from torchembed.streams import RowUpdate, Update, UpdateSource
+from torchembed.streams import DenseUpdate, RowUpdate, Update, UpdateSource
 
 _LOG = logging.getLogger("torchembed.serving")
 
@@ -81,8 +82,9 @@ class UpdateApplier:
     again, in the same order: the rows end up the same. Within one run an update that comes again,
     or is of an earlier version than what was applied, is dropped and counted; so is one of a model
     or table that is not served, or of other widths or tensors, of which the first of each table is
-    logged. Where the models' stores are away it tries on until they are back, and applies nothing
-    else meanwhile. It is a context manager that starts and closes itself.
+    logged. What waits for a table is written at once. Where the models' stores are away it tries on
+    until they are back, and applies nothing else meanwhile. It is a context manager that starts and
+    closes itself.
 
     Args:
         source: of the updates; it belongs to the applier, which closes it.
@@ -158,45 +160,80 @@ class UpdateApplier:
         self._until_done(
             lambda: updates.extend(self.source.poll(self.options.poll_timeout_seconds))
         )
-        for update in updates:
-            if not self._apply(update):
-                return
-        self.source.commit()
-        self._totals.lag = self.source.lag()
+        if self._apply_all(updates):
+            self.source.commit()
+            self._totals.lag = self.source.lag()
 
-    def _apply(self, update: Update) -> bool:
-        """Apply an update or drop it; False where neither could be done before the end."""
+    def _apply_all(self, updates: Sequence[Update]) -> bool:
+        """Apply updates or drop them; False where that could not be done before the end."""
+        batches: dict[tuple[str, str], RowBatch] = {}
+        for update in updates:
+            if isinstance(update, DenseUpdate):
+                # It was published behind the rows of its version.
+                waiting, batches = batches, {}
+                if not self._apply_batches(waiting) or not self._apply_dense(update):
+                    return False
+                continue
+            place = update.model, update.table
+            batch = batches.get(place)
+            if batch is not None and not batch.takes(update):
+                if not self._apply_batches({place: batches.pop(place)}):
+                    return False
+                batch = None
+            if not self._is_due(update):
+                continue
+            if batch is None:
+                batches[place] = RowBatch(update)
+            else:
+                batch.add(update)
+        return self._apply_batches(batches)
+
+    def _apply_batches(self, batches: Mapping[tuple[str, str], RowBatch]) -> bool:
+        return all(self._apply_batch(batch) for batch in batches.values())
+
+    def _apply_batch(self, batch: RowBatch) -> bool:
+        whole = batch.joined()
+        return self._apply(
+            batch.updates,
+            lambda: self._models.apply_rows(
+                whole.model,
+                whole.table,
+                whole.keys,
+                whole.rows,
+                version=whole.version,
+                deleted_keys=whole.deleted_keys,
+            ),
+        )
+
+    def _apply_dense(self, update: DenseUpdate) -> bool:
+        return not self._is_due(update) or self._apply(
+            [update],
+            lambda: self._models.swap_dense(update.model, update.tensors, update.version),
+        )
+
+    def _is_due(self, update: Update) -> bool:
+        """True for an update that is to be applied; another one is dropped."""
         reason = self._order.why_not(update)
         if reason is not None:
             self._drop(update, reason, f"version {update.version}, sequence {update.sequence}")
-            return True
+        return reason is None
+
+    def _apply(self, updates: Sequence[Update], action: Callable[[], object]) -> bool:
+        """Apply updates by an action, or drop them; False where neither could be done before the
+        end."""
         try:
-            is_done = self._until_done(lambda: self._hand_over(update))
-        except UnknownModelError as error:
-            self._drop(update, DropReason.UNKNOWN, error)
+            is_done = self._until_done(action)
+        except (TypeError, ValueError, UnknownModelError) as error:
+            is_unknown = isinstance(error, UnknownModelError)
+            for update in updates:
+                self._drop(update, DropReason.UNKNOWN if is_unknown else DropReason.UNFIT, error)
             return True
-        except (TypeError, ValueError) as error:
-            self._drop(update, DropReason.UNFIT, error)
-            return True
-        if is_done:
+        for update in updates if is_done else ():
             self._order.note_applied(update)
             self._totals.note_applied(update)
         return is_done
 
-    def _hand_over(self, update: Update) -> None:
-        if isinstance(update, RowUpdate):
-            self._models.apply_rows(
-                update.model,
-                update.table,
-                update.keys,
-                update.rows,
-                version=update.version,
-                deleted_keys=update.deleted_keys,
-            )
-        else:
-            self._models.swap_dense(update.model, update.tensors, update.version)
-
-    def _until_done(self, action: Callable[[], None]) -> bool:
+    def _until_done(self, action: Callable[[], object]) -> bool:
         """Try an action until it succeeds; False where it has not before the end."""
         wait = self.options.back_off_seconds
         while True:
