@@ -56,6 +56,11 @@ train: $(READY) ## Train RECIPE on RANKS processes
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	  -m recipes.train $(RECIPE) $(if $(DATA),--data "$(DATA)") $(FLAGS)
 
+.PHONY: serve
+serve: $(READY) ## Deploy the newest run of RECIPE, or one that it trains first, and serve it
+	@$(call checked,serve)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(CORES)} $(PYTHON) -m recipes.serve $(RECIPE) $(FLAGS)
+
 .PHONY: test
 test: $(READY) ## Run the CPU suite in each of its lanes
 	@$(call checked,test)

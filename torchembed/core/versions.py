@@ -49,6 +49,10 @@ torchmetrics."""
 NEEDED_MODULES = {
     "native": ("torch", "setuptools"),
     "train": ("torch", "numpy", "matplotlib", "torchmetrics", "tqdm", "tyro"),
+    "serve": (
+        *("torch", "numpy", "matplotlib", "torchmetrics", "tqdm", "tyro", "confluent_kafka"),
+        *("grpc", "prometheus_client", "redis", "rocksdict", "starlette", "uvicorn", "yaml"),
+    ),
     "test": (
         *("torch", "numpy", "triton", "torchrec", "fbgemm_gpu"),
         *("matplotlib", "polars", "pyarrow", "torchmetrics", "tqdm", "tyro"),
