@@ -52,7 +52,7 @@ def test_commands_are_programs(page: Path) -> None:
 
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MADE_FILES = {"complete.json", "rows.safetensors.index.json"}
+MADE_FILES = {"complete.json", "model.json", "rows.safetensors.index.json"}
 """Files that programs make, which pages name."""
 
 
