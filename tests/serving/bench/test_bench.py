@@ -1,0 +1,118 @@
+"""The load generator: its arithmetic, its schedule, and whole runs against real servers."""
+
+import json
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.server_processes import running_server
+from tests.zoo.served_models import MODELS
+from torchembed.serving.bench.__main__ import main
+from torchembed.serving.bench.latencies import latencies, percentile
+from torchembed.serving.bench.load import run_load
+from torchembed.serving.bench.made_requests import MadeRequests
+from torchembed.serving.models import deploy
+
+pytest.importorskip("tritonclient.http")
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    values = [float(n) for n in range(1, 101)]
+    assert [percentile(values, share) for share in (0.005, 0.5, 0.501, 0.99, 0.999, 1.0)] == [
+        1.0, 50.0, 51.0, 99.0, 100.0, 100.0,
+    ]  # fmt: skip
+    found = latencies([0.003, 0.001, 0.002])
+    assert found == pytest.approx((2.0, 2.0, 3.0, 3.0, 3.0))
+
+
+def test_a_load_without_a_rate_keeps_every_client_busy() -> None:
+    now, most, lock = 0, 0, threading.Lock()
+
+    def client(request: int) -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.005)
+        with lock:
+            now -= 1
+
+    result = run_load(lambda: nullcontext(client), 3, [0, 1], seconds=0.2)
+    assert most == 3 and result.num_failed == 0
+    assert result.num_requests <= 3 * (0.2 / 0.005 + 1)
+
+
+def test_latency_at_a_rate_counts_from_the_time_that_a_request_was_due() -> None:
+    asked: list[int] = []
+
+    def client(request: int) -> None:
+        # The first one holds up all those behind it, which are late by what is left of it.
+        time.sleep(0.3 if not asked else 0.0)
+        asked.append(request)
+
+    result = run_load(lambda: nullcontext(client), 1, list(range(5)), seconds=0.5, rate=100.0)
+    assert asked == [n % 5 for n in range(50)]
+    assert result.num_requests == 50
+    # Requests due at 0, 10, ... 290 ms waited until 300 ms: their mean is 155 ms.
+    assert result.latencies.mean * 50 / 30 >= 150
+    assert result.latencies.max >= 300 and result.latencies.p50 >= 50
+
+
+def test_failures_are_counted_and_the_first_is_told() -> None:
+    def client(request: int) -> None:
+        if request:
+            raise ValueError("no")
+
+    result = run_load(lambda: nullcontext(client), 1, [0, 1], seconds=0.05, rate=200.0)
+    assert (result.num_requests, result.num_failed) == (5, 5)
+    assert result.first_failure == "ValueError: no"
+    with pytest.raises(RuntimeError, match="no request was answered, and 10 failed"):
+        run_load(lambda: nullcontext(client), 1, [1], seconds=0.05, rate=200.0)
+
+
+def test_requests_are_made_of_the_metadata() -> None:
+    inputs = [
+        {"name": "dense", "datatype": "FP32", "shape": [-1, 3]},
+        {"name": "f", "datatype": "INT64", "shape": ["-1", "2"]},
+        {"name": "g", "datatype": "INT64", "shape": [-1]},
+        {"name": "g.lengths", "datatype": "INT32", "shape": [-1]},
+        {"name": "g.weights", "datatype": "FP32", "shape": [-1]},
+    ]
+    request = MadeRequests(inputs, batch_size=5, num_ids=7, max_length=3).make()
+    assert request["dense"].shape == (5, 3) and request["dense"].dtype == np.float32
+    assert request["f"].shape == (5, 2) and request["f"].dtype == np.int64
+    lengths = request["g.lengths"]
+    assert lengths.shape == (5,) and lengths.dtype == np.int32 and lengths.max() <= 3
+    assert request["g"].shape == request["g.weights"].shape == (lengths.sum(),)
+    for name in ("f", "g"):
+        assert request[name].min(initial=0) >= 0 and request[name].max(initial=0) < 7
+    with pytest.raises(ValueError, match=r"input x must be INT64 or one of .*, got BYTES"):
+        MadeRequests([{"name": "x", "datatype": "BYTES", "shape": [-1]}], batch_size=1, num_ids=1)
+
+
+def test_a_server_and_a_model_without_one_are_measured(tmp_path: Path) -> None:
+    case, models, output = MODELS["tasks"](), tmp_path / "models", tmp_path / "figures.json"
+    deploy(case.model, models, name="m", version=1, examples=case.examples(4))
+    common = ["--model", "m", "--num-ids", "30", "--seconds", "0.3", "--output", str(output)]
+    config = tmp_path / "server.yaml"
+    config.write_text("models: [{name: m, cache: {share: 1.0}}]\n")
+    with running_server(models, tmp_path / "log", "--config", str(config)) as server:
+        for protocol, url in (("http", server.http), ("grpc", server.grpc)):
+            flags = ["--url", url, "--protocol", protocol, "--clients", "2"]
+            metrics = ["--metrics", f"http://{server.http}/metrics"]
+            assert main([*common, *flags, *metrics]) == 0
+            figures = json.loads(output.read_text())
+            load = figures["load"]
+            assert load["num_failed"] == 0 and load["num_requests"] > 0
+            assert 0 < load["latencies"]["p50"] <= load["latencies"]["p999"]
+            stages = figures["milliseconds_by_stage"]
+            assert stages["model"] > 0 and stages["lookup cache"] > 0
+            assert figures["hit_rate"] > 0.9
+    assert main([*common, "--in-process", str(models), "--batch-sizes", "2", "8"]) == 0
+    sizes = [row["batch_size"] for row in json.loads(output.read_text())["in_process"]]
+    assert sizes == [2, 8]
+    assert main(common) == 2
