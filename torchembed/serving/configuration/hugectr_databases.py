@@ -113,7 +113,7 @@ def read_updates(values: Any, filters: list[str], left_out: list[str]) -> Update
     refresh_ms = section.take("metadata_refresh_interval_ms", int, 30_000, AtLeast(1))
     poll_ms = section.take("poll_timeout_ms", int, 500, AtLeast(1))
     max_batch = section.take("max_batch_size", int, 8192, AtLeast(1))
-    back_off_ms = section.take("failure_backoff_ms", int, 50, AtLeast(0))
+    back_off_ms = section.take("failure_backoff_ms", int, 50, AtLeast(1))
     commit_interval = section.take("max_commit_interval", int, 32, AtLeast(1))
     section.leave_out("receive_buffer_size", "left out; librdkafka has buffers of its own")
     section.end()

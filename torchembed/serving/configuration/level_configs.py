@@ -144,7 +144,7 @@ class UpdateConfig:
     poll_timeout_seconds: Annotated[float, AboveUpTo(0)] = 0.5
     metadata_refresh_seconds: Annotated[float, AboveUpTo(0)] = 30.0
     """After so long a new topic is found."""
-    failure_back_off_seconds: Annotated[float, AtLeast(0)] = 0.05
+    failure_back_off_seconds: Annotated[float, AboveUpTo(0)] = 0.05
     """Between attempts to apply what a store did not take."""
     commit_interval_messages: Annotated[int, AtLeast(1)] = 32
     start_timeout_seconds: Annotated[float, AboveUpTo(0)] = 10.0

@@ -121,6 +121,9 @@ class Server:
         applying = ApplierOptions(
             poll_timeout_seconds=config.poll_timeout_seconds,
             back_off_seconds=config.failure_back_off_seconds,
+            longest_back_off_seconds=max(
+                config.failure_back_off_seconds, ApplierOptions.longest_back_off_seconds
+            ),
         )
         applier = UpdateApplier(source, self.repository, applying)
         self.metrics.add_source(lambda: update_totals(applier))
