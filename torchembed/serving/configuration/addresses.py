@@ -7,7 +7,7 @@ _ADDRESS = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[^\s:\[\]/]+)):(?
 
 
 class Address(NamedTuple):
-    """Where a server listens."""
+    """The host and the port of a server."""
 
     host: str
     port: int

@@ -1,18 +1,18 @@
-"""What configurations choose among."""
+"""The closed sets that configurations choose among."""
 
 import enum
 
 
 class VolatileKind(enum.Enum):
-    """Where volatile rows are."""
+    """The place of volatile rows."""
 
     MEMORY = "memory"
-    """In the server's own."""
+    """The memory of the server's process."""
     REDIS = "redis"
 
 
 class RowsOf(enum.Enum):
-    """Whose rows answers are made of."""
+    """The rows that the answers of a version are made of."""
 
     SHARED = "shared"
     """All versions of a model have the same, which updates change."""

@@ -1,5 +1,6 @@
 """A whole server: stores, models, updates and protocols, as a configuration says."""
 
+from torchembed.serving.server.command_line import add_flags, config_of
 from torchembed.serving.server.server import Server
 
-__all__ = ["Server"]
+__all__ = ["Server", "add_flags", "config_of"]
