@@ -122,8 +122,13 @@ class ModelRepository:
             try:
                 for number in wanted:
                     lease = loaded.get(number) or self._loader.load(name, number, options)
-                    versions.add(lease, options.num_latest_versions, options.versions)
-            except (MemoryError, OSError, RuntimeError, ValueError) as error:
+                    versions.add(
+                        lease,
+                        options.num_latest_versions,
+                        options.versions,
+                        is_current=number == wanted[-1],
+                    )
+            except Exception as error:
                 versions.state, versions.reason = ModelState.UNAVAILABLE, str(error)
                 raise ValueError(f"model {name} cannot be loaded: {error}") from error
             versions.state = ModelState.READY

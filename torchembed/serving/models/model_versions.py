@@ -2,10 +2,25 @@
 
 import threading
 from collections.abc import Collection
+from typing import NamedTuple
 
 from torchembed.serving.interface import ModelNotReadyError, ModelState, UnknownModelError
 from torchembed.serving.models.loaded_version import DenseWeights
 from torchembed.serving.models.version_lease import VersionLease
+
+
+class _Before(NamedTuple):
+    """What answered before the last change.
+
+    Attributes:
+        current: the version.
+        changed: the version whose weights changed, which may be another one.
+        weights: of ``changed``, as they were.
+    """
+
+    current: VersionLease
+    changed: VersionLease
+    weights: DenseWeights
 
 
 class ModelVersions:
@@ -19,7 +34,7 @@ class ModelVersions:
         """Of the newest version that was to be loaded."""
         self._leases: dict[int, VersionLease] = {}
         self._current: VersionLease | None = None
-        self._before: tuple[VersionLease, DenseWeights] | None = None
+        self._before: _Before | None = None
         self._lock = threading.Lock()
 
     def find(self, number: int | None = None) -> VersionLease:
@@ -47,24 +62,37 @@ class ModelVersions:
         with self._lock:
             return [self._leases[number] for number in sorted(self._leases)]
 
-    def add(self, lease: VersionLease, num_kept: int, named: Collection[int]) -> None:
-        """Answer by ``lease`` from now on, and retire versions that are to answer no longer: but
-        for the one before, all that are neither among the ``num_kept`` newest nor ``named``."""
+    def add(
+        self, lease: VersionLease, num_kept: int, named: Collection[int], *, is_current: bool
+    ) -> None:
+        """Answer by a version from now on, and let go of those that are to answer no longer: all
+        that are neither among the ``num_kept`` newest nor ``named``, but for the current one and
+        the one before it. Returns when these have answered what they were asked.
+
+        Args:
+            is_current: False for a version that answers only those who name it, unless there is
+                no other.
+        """
         with self._lock:
-            if self._current is not None and self._current is not lease:
-                self._before = self._current, self._current.version.weights
-            self._leases[lease.number] = self._current = lease
-            kept = {*sorted(self._leases)[-num_kept:], *named, lease.number}
+            current = self._current
+            self._leases[lease.number] = lease
+            if current is None:
+                current = lease
+            elif is_current and current is not lease:
+                self._before = _Before(current, current, current.version.weights)
+                current = lease
+            self._current = current
+            kept = {*sorted(self._leases)[-num_kept:], *named, lease.number, current.number}
             if self._before is not None:
-                kept.add(self._before[0].number)
+                kept |= {self._before.current.number, self._before.changed.number}
             retired = [self._leases.pop(n) for n in set(self._leases) - kept]
-        for old in retired:
-            old.retire()
+        _let_go(retired)
 
     def swap(self, lease: VersionLease, weights: DenseWeights) -> None:
         """Answer by other dense weights of a version from the next request on."""
         with self._lock:
-            self._before = lease, lease.version.weights
+            assert self._current is not None
+            self._before = _Before(self._current, lease, lease.version.weights)
             lease.version.weights = weights
 
     def roll_back(self) -> str:
@@ -78,9 +106,9 @@ class ModelVersions:
                 raise ValueError(
                     f"model {self.name} must have answered by something before, to roll back to"
                 )
-            lease, weights = self._before
-            lease.version.weights, self._current, self._before = weights, lease, None
-            return weights.version
+            self._current, changed, changed.version.weights = self._before
+            self._before = None
+            return self._current.version.weights.version
 
     def clear(self) -> None:
         """Retire all versions; returns when they are let go of."""
@@ -88,7 +116,11 @@ class ModelVersions:
             leases = list(self._leases.values())
             self._leases.clear()
             self._current = self._before = None
-        for lease in leases:
-            lease.retire()
-        for lease in leases:
-            lease.wait()
+        _let_go(leases)
+
+
+def _let_go(leases: Collection[VersionLease]) -> None:
+    for lease in leases:
+        lease.retire()
+    for lease in leases:
+        lease.let_go()

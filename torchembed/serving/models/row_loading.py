@@ -88,13 +88,15 @@ class RowLoader:
                     self._table.write(_key(rows), line)
                 self._versions[rows] = version
 
-    def drop(self, rows: RowsOf, lookup: LeveledLookup) -> None:
-        """Delete rows of a table, and the record of them."""
+    def forget(self, rows: RowsOf) -> None:
+        """Delete the record of rows. That comes before :meth:`delete`: rows on record are whole."""
         with self._lock:
-            # First of all: rows on record are whole.
             if self._table is not None:
                 self._table.delete(_key(rows))
             self._versions.pop(rows, None)
+
+    def delete(self, rows: RowsOf, lookup: LeveledLookup) -> None:
+        """Delete all rows of a table."""
         _delete_others(torch.empty(0, dtype=torch.int64), rows.store_name, lookup)
 
     def _version(self, rows: RowsOf) -> int:

@@ -64,6 +64,16 @@ class SharedLookups:
                     self._uses.remove(use)
                     use.lookup.close()
 
+    def is_shared(self, user: object, table: str) -> bool:
+        """Whether others than ``user`` use the lookup of a table, given by its name in stores."""
+        with self._lock:
+            return any(
+                other is not user
+                for use in self._uses
+                if table in (served.name for served in use.tables)
+                for other in use.users
+            )
+
     def lookups(self) -> dict[str, LeveledLookup]:
         """The lookup of each table by its name in stores."""
         with self._lock:

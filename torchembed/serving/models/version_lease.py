@@ -1,4 +1,4 @@
-"""Requests under way at a version, which is let go of when the last of them is answered."""
+"""Requests under way at a version, which is let go of once they are answered."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ class VersionLease:
     Args:
         version: that is loaded.
         answering: answers its requests: the version itself, or what gathers requests for it.
-        release: called once, when the version is retired and no request is under way.
+        release: called once, by :meth:`let_go`.
     """
 
     def __init__(
@@ -23,8 +23,7 @@ class VersionLease:
     ) -> None:
         self.version, self.answering, self._release = version, answering, release
         self._num_users, self._is_retired = 0, False
-        self._lock = threading.Lock()
-        self._released = threading.Event()
+        self._changed = threading.Condition()
 
     @property
     def number(self) -> int:
@@ -33,35 +32,29 @@ class VersionLease:
 
     def begin(self) -> bool:
         """Begin a request, unless the version is retired."""
-        with self._lock:
+        with self._changed:
             self._num_users += not self._is_retired
             return not self._is_retired
 
     def end(self) -> None:
         """End a request that was begun."""
-        with self._lock:
+        with self._changed:
             self._num_users -= 1
-            is_last = self._is_retired and not self._num_users
-        if is_last:
-            self._let_go()
+            self._changed.notify_all()
 
     def retire(self) -> None:
-        """Begin no more requests, and let go of the version behind those under way."""
-        with self._lock:
-            is_last = not self._is_retired and not self._num_users
+        """Begin no more requests."""
+        with self._changed:
             self._is_retired = True
-        if is_last:
-            self._let_go()
 
-    def wait(self) -> None:
-        """Return when a retired version is let go of."""
-        self._released.wait()
+    def let_go(self) -> None:
+        """Release a retired version when the requests under way are answered; returns then.
 
-    def _let_go(self) -> None:
-        try:
-            self._release()
-        finally:
-            self._released.set()
+        The caller's thread releases it: no request waits for that, or fails with it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_users)
+        self._release()
 
 
 class AnsweringModel:

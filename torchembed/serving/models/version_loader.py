@@ -1,6 +1,7 @@
 """Loading of versions: checked, their rows in the levels, and warm."""
 
 import contextlib
+import logging
 import threading
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from torchembed.serving.models.model_options import ModelOptions
 from torchembed.serving.models.row_loading import RowLoader, RowsOf
 from torchembed.serving.models.shared_lookups import SharedLookups
 from torchembed.serving.models.version_lease import VersionLease
+from torchembed.stores import RowStoreError
+
+_logger = logging.getLogger(__name__)
 
 
 class VersionLoader:
@@ -71,7 +75,7 @@ class VersionLoader:
             if options.rows_by_version:
                 for served, _ in tables.values():
                     rows = RowsOf(name, served.name)
-                    releasing.callback(self._drop, rows, lookups[served.name])
+                    releasing.callback(self._drop, token, rows, lookups[served.name])
             for table, (served, _) in tables.items():
                 rows = RowsOf(name, served.name)
                 self.rows.load(rows, number, folder, table, lookups[served.name])
@@ -93,10 +97,18 @@ class VersionLoader:
         with self._lock:
             del self._held[token]
 
-    def _drop(self, rows: RowsOf, lookup: LeveledLookup) -> None:
-        """Delete the rows of a version that is let go of while the server goes on."""
-        if not self.is_closing:
-            self.rows.drop(rows, lookup)
+    def _drop(self, token: object, rows: RowsOf, lookup: LeveledLookup) -> None:
+        """Delete the rows of a version that is let go of while the server goes on, unless another
+        model answers by them, too."""
+        if self.is_closing:
+            return
+        try:
+            self.rows.forget(rows)
+            if not self.lookups.is_shared(token, rows.store_name):
+                self.rows.delete(rows, lookup)
+        except (OSError, RowStoreError) as error:
+            # The version is let go of all the same, and rows that nobody reads do no harm.
+            _logger.warning("rows of table %s stay in the stores: %s", rows.store_name, error)
 
 
 def served_tables(
