@@ -126,7 +126,7 @@ class ModelRepository:
                         lease,
                         options.num_latest_versions,
                         options.versions,
-                        is_current=number == wanted[-1],
+                        is_current=not loaded or number == wanted[-1],
                     )
             except Exception as error:
                 versions.state, versions.reason = ModelState.UNAVAILABLE, str(error)
