@@ -12,7 +12,7 @@ from tests.support.kafka_brokers import running_brokers
 from tests.support.redis_servers import redis_server, wait_until
 from tests.support.server_processes import running_server
 from torchembed.serving.__main__ import main
-from torchembed.serving.models import deploy
+from torchembed.serving.models import deploy, read_description
 from torchembed.stores import RocksDBStore
 from torchembed.training import ModelPublisher
 
@@ -116,3 +116,23 @@ def test_flags_that_cannot_be_are_one_line(
     assert main(flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("torchembed.serving: ") and message in line
+
+
+def test_memory_is_computed_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models, case = tmp_path / "models", trained(1)
+    deploy(case.model, models, name="m", version=1, examples=case.examples(4))
+    assert main(["--models", str(models), "--check"]) == 0
+    *parts, total = capsys.readouterr().out.splitlines()
+    sizes = [int(line.split()[0].replace(",", "")) for line in parts]
+    assert sum(sizes) == int(total.split()[0].replace(",", ""))
+    for table in read_description(models / "m" / "1").tables:
+        (size,) = (line.split()[0] for line in parts if line.endswith(f"rows of m/{table.name}"))
+        # Elements of 4 bytes, and a key of 8.
+        assert int(size.replace(",", "")) == table.num_rows * (table.dim * 4 + 8)
+    config = tmp_path / "server.yaml"
+    config.write_text("max_memory_bytes: 1000\n")
+    assert main(["--models", str(models), "--config", str(config), "--check"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "bytes of memory, and max_memory_bytes allows 1,000" in line

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchembed.serving.interface import UnknownModelError
-from torchembed.serving.server import Server, add_flags, config_of
+from torchembed.serving.server import Server, add_flags, config_of, memory_table
 from torchembed.stores import RowStoreError
 
 
@@ -23,10 +23,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Serve the models of a folder by the Open Inference Protocol.",
     )
     parser.add_argument("--models", type=Path, help="the folder that deploy() wrote into")
+    parser.add_argument(
+        "--check", action="store_true", help="print the memory that is needed, and load nothing"
+    )
     add_flags(parser)
     given = parser.parse_args(arguments)
     try:
-        server = Server(config_of(given, given.models))
+        config = config_of(given, given.models)
+        if given.check:
+            print(memory_table(config))
+            return 0
+        server = Server(config)
         with server:
             server.start()
             for name, protocol in (("http", server.http), ("grpc", server.grpc)):

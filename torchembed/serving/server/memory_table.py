@@ -1,0 +1,60 @@
+"""The memory that a server needs, as a table, before anything is loaded."""
+
+import os
+
+from torchembed.serving.configuration import ModelConfig, ServerConfig, VolatileKind
+from torchembed.serving.models import models_in, read_description, version_folder, versions_in
+from torchembed.serving.models.memory_needs import memory_needs
+from torchembed.serving.models.version_loader import served_tables
+from torchembed.serving.server.lookups import model_options
+from torchembed.serving.server.stores import StoreStack
+
+
+def memory_table(config: ServerConfig) -> str:
+    """A line for each table, dense part and cache that is to be loaded, and one for their sum.
+
+    Rows count where they are in this process's memory: in its volatile level without a limit.
+
+    Raises:
+        ValueError: for a model that is not there, and where the sum exceeds ``max_memory_bytes``,
+            or the machine's memory where that is not given.
+    """
+    folder, lines, total = config.models_folder, list[str](), 0
+    named = {model.name: model for model in config.models}
+    volatile = config.volatile
+    is_held = (
+        volatile is not None
+        and volatile.kind is VolatileKind.MEMORY
+        and volatile.overflow_margin_rows is None
+    )
+    counted: set[str] = set()
+    for name in named or models_in(folder):
+        model = named.get(name) or ModelConfig(name=name)
+        options = model_options(model, StoreStack((), (), None))
+        found = versions_in(folder, name)
+        if not found:
+            raise ValueError(f"models must be in {folder}, and {name} has no version there")
+        for number in sorted(options.versions) or found[-options.num_latest_versions :]:
+            description = read_description(version_folder(folder, name, number))
+            tables = dict(served_tables(description, options).values())
+            needs = memory_needs(description, tables)
+            parts = {f"dense part of {name}, version {number}": needs.dense}
+            new = {table: n for table, n in tables.items() if table.name not in counted}
+            counted |= {table.name for table in new}
+            if is_held:
+                parts |= {f"rows of {table.name}": needs.tables[table.name] for table in new}
+            if new:
+                mean = sum(table.line_bytes + 8 for table in new) // len(new)
+                cached = model.cache.num_rows(sum(new.values()), mean)
+                parts[f"cache of {name}, version {number}"] = cached * mean
+            lines += [f"{num_bytes:>20,}  {what}" for what, num_bytes in parts.items()]
+            total += sum(parts.values())
+    limit = config.max_memory_bytes
+    there = limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if total > there:
+        source = "max_memory_bytes allows" if limit else "the machine has"
+        raise ValueError(
+            f"models of {folder} need {total:,} bytes of memory, and {source} {there:,}; give "
+            "tables a narrower row format, or bound the volatile level above a persistent one"
+        )
+    return "\n".join([*lines, f"{total:>20,}  bytes in all, of {there:,}"])
