@@ -21,6 +21,8 @@ import torch
 
 from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.dlrm_dcnv2.run import build_model, open_split
+from recipes.live.broker import own_broker
+from recipes.live.following import follow, running_trainer
 from recipes.output import RUNS, earlier_arguments, newest_run
 from recipes.registry import RECIPES
 from recipes.train import parse
@@ -39,11 +41,13 @@ class Served(NamedTuple):
         name: of the model.
         version: number of steps after which its checkpoint was saved.
         request: a JSON file with a request of two samples.
+        num_ids: each table has at least so many.
     """
 
     name: str
     version: int
     request: Path
+    num_ids: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,17 +60,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe", choices=_SERVED, metavar="RECIPE", help=", ".join(_SERVED))
     parser.add_argument("--run", type=Path, help="the run's folder, in place of the newest one")
     parser.add_argument("--models", type=Path, default=_MODELS, help="where it is deployed")
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="train the run on, publish it, ask the server, and show how it follows",
+    )
+    parser.add_argument("--kafka", metavar="BROKERS", help="of updates; --live makes its own")
     given, flags = parser.parse_known_args(arguments)
     run = given.run or newest_or_trained(given.recipe)
     served = deploy_run(given.recipe, run, given.models)
     print(f"serving version {served.version} of {served.name}, from {run}", flush=True)
-    with running_server(given.models, flags) as (process, address):
+    with contextlib.ExitStack() as stack:
+        brokers = given.kafka
+        if brokers is None and given.live:
+            brokers = stack.enter_context(own_broker())
+        if brokers is not None:
+            flags += ["--kafka", brokers]
+        process, address = stack.enter_context(running_server(given.models, flags))
         url = f"http://{address}/v2/models/{served.name}/infer"
         clicks = ask(url, served.request.read_bytes())
         print(f"the probabilities of two clicks: {clicks}", flush=True)
         print(f"serving at http://{address}; ask it again with\n", flush=True)
         print(f"  curl -s {url} -d @{served.request}\n", flush=True)
+        if given.live:
+            assert brokers is not None
+            stack.enter_context(running_trainer(given.recipe, run, brokers, served.name))
+            picture = given.models.parent / "live.png"
+            print(f"the picture of what follows is {picture}", flush=True)
+            follow(
+                address, served.name, served.num_ids, picture, lambda: process.poll() is not None
+            )
         return process.wait()
+
+
+def has_ended(process: subprocess.Popen[str]) -> bool:
+    """True where a process runs no longer."""
+    return process.poll() is not None
 
 
 def newest_or_trained(recipe: str) -> Path:
@@ -110,7 +139,7 @@ def deploy_run(recipe: str, run: Path, models: Path) -> Served:
             output_names=["click"],
         )
     request.write_text(json.dumps(_request(batch)))
-    return Served(name, version, request)
+    return Served(name, version, request, min(rows.table_sizes))
 
 
 def _request(batch: Batch) -> dict[str, Any]:

@@ -56,6 +56,11 @@ class OipClient:
         """Ask a prepared request, and return when it is answered."""
         self._connection.infer(self._model, request)
 
+    def version(self, request: list[Any]) -> str:
+        """The version that answers a prepared request."""
+        response = self._connection.infer(self._model, request).get_response()
+        return response.model_version if self._is_grpc else response["model_version"]
+
     def __enter__(self) -> Self:
         return self
 

@@ -1,0 +1,62 @@
+"""Trains a run on, and publishes what it learns: ``python -m recipes.live.trainer``.
+
+It goes on from the newest checkpoint of the run, over the training rows again and again, and saves
+nothing. SIGTERM ends it.
+"""
+
+import argparse
+import itertools
+from pathlib import Path
+
+import torch
+
+from recipes.dlrm_dcnv2.config import DlrmConfig
+from recipes.dlrm_dcnv2.run import build_model, build_optimizers, open_split
+from recipes.output import earlier_arguments
+from recipes.train import parse
+from torchembed.data import BackgroundLoader, Split
+from torchembed.ops.binary_cross_entropy import binary_cross_entropy
+from torchembed.training import (
+    CheckpointFolder,
+    ModelPublisher,
+    StopSignal,
+    TrainingRun,
+    TrainPipeline,
+    train,
+)
+
+
+def main() -> None:
+    """Train until SIGTERM."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.live.trainer")
+    parser.add_argument("recipe")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--kafka", required=True)
+    parser.add_argument("--name", required=True, help="of the deployed model")
+    parser.add_argument("--publish-every", type=int, default=4, help="steps")
+    given = parser.parse_args()
+    arguments = earlier_arguments(given.run, given.recipe)
+    config = parse([given.recipe, *arguments]).config
+    assert isinstance(config, DlrmConfig)
+    rows = open_split(config, Split.TRAIN)
+    model = build_model(config, rows, torch.device("cpu"))
+    optimizers = build_optimizers(config, model)
+    checkpoints = CheckpointFolder(given.run / "checkpoint")
+    num_steps = checkpoints.steps()[-1]
+    checkpoints.load(TrainingRun(model=model, optimizers=optimizers), num_steps)
+    with (
+        TrainPipeline(model, binary_cross_entropy, optimizers) as pipeline,
+        BackgroundLoader(rows, num_ahead=config.read_ahead) as loader,
+        ModelPublisher(model, given.name, given.kafka) as publisher,
+        StopSignal() as stop,
+    ):
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        while not stop.is_agreed:
+            train(pipeline, batches, max_steps=given.publish_every, stop=stop)
+            num_steps += given.publish_every
+            # Of static tables nobody knows which rows a step has changed.
+            publisher.publish(num_steps, whole=not config.dynamic)
+
+
+if __name__ == "__main__":
+    main()
