@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -76,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             brokers = stack.enter_context(own_broker())
         if brokers is not None:
             flags += ["--kafka", brokers]
-        process, address = stack.enter_context(running_server(given.models, flags))
+        server = stack.enter_context(running_server(given.models, flags))
+        address = server.address
         url = f"http://{address}/v2/models/{served.name}/infer"
         clicks = ask(url, served.request.read_bytes())
         print(f"the probabilities of two clicks: {clicks}", flush=True)
@@ -87,15 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stack.enter_context(running_trainer(given.recipe, run, brokers, served.name))
             picture = given.models.parent / "live.png"
             print(f"the picture of what follows is {picture}", flush=True)
-            follow(
-                address, served.name, served.num_ids, picture, lambda: process.poll() is not None
-            )
-        return process.wait()
-
-
-def has_ended(process: subprocess.Popen[str]) -> bool:
-    """True where a process runs no longer."""
-    return process.poll() is not None
+            follow(address, served.name, served.num_ids, picture, server.is_ending)
+        return server.process.wait()
 
 
 def newest_or_trained(recipe: str) -> Path:
@@ -164,17 +159,35 @@ def _tensor(name: str, datatype: str, values: torch.Tensor) -> dict[str, Any]:
     return {"name": name, "datatype": datatype, "shape": list(values.shape), "data": data}
 
 
+class RunningServer(NamedTuple):
+    """A server that is ready.
+
+    Attributes:
+        process: in which it runs.
+        address: for HTTP.
+        signalled: set once it was told to end.
+    """
+
+    process: subprocess.Popen[str]
+    address: str
+    signalled: threading.Event
+
+    def is_ending(self) -> bool:
+        """True once it ends, or has ended."""
+        return self.signalled.is_set() or self.process.poll() is not None
+
+
 @contextlib.contextmanager
-def running_server(
-    models: Path, flags: Sequence[str]
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process of a server that is ready, and its address for HTTP. Signals that end this
-    process end it, too."""
+def running_server(models: Path, flags: Sequence[str]) -> Iterator[RunningServer]:
+    """A server in a process of its own, which ends when this one is told to."""
     command = [sys.executable, "-m", "torchembed.serving", "--models", str(models), *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     assert process.stdout is not None
 
+    signalled = threading.Event()
+
     def end(number: int, _: object) -> None:
+        signalled.set()
         process.send_signal(number)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -187,7 +200,7 @@ def running_server(
                 break
         else:
             raise SystemExit(process.wait())
-        yield process, address
+        yield RunningServer(process, address, signalled)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -14,7 +14,7 @@ from torchembed.serving.bench.load import run_load
 from torchembed.serving.bench.made_requests import MadeRequests
 from torchembed.serving.bench.oip_client import OipClient
 
-_BATCH_SIZE, _NUM_CLIENTS, _RATE = 32, 2, 50.0
+_BATCH_SIZE, _NUM_CLIENTS, _RATE = 32, 2, 20.0
 _NUM_REQUESTS = 64
 """Different requests that are sent in turn."""
 _WINDOW_SECONDS = 2.0

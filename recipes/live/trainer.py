@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--kafka", required=True)
     parser.add_argument("--name", required=True, help="of the deployed model")
-    parser.add_argument("--publish-every", type=int, default=4, help="steps")
+    parser.add_argument("--publish-every", type=int, default=8, help="steps")
     given = parser.parse_args()
     arguments = earlier_arguments(given.run, given.recipe)
     config = parse([given.recipe, *arguments]).config

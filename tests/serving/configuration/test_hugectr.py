@@ -300,7 +300,7 @@ def test_the_default_filter_takes_the_updates_of_all_models(tmp_path: Path) -> N
     for filters in ({}, {"update_filters": ["^hps_.+$"]}):
         values = {"models": [MODEL], "update_source": source, "volatile_db": filters}
         updates = read(tmp_path, values).server.updates
-        assert updates == UpdateConfig(brokers=("b:1",))
+        assert updates == UpdateConfig(brokers=("b:1",), metadata_refresh_seconds=30.0)
 
 
 def test_rows_of_its_model_files_are_read(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ class UpdateConfig:
     """Regular expressions of topics; without them those of all models and tables."""
     max_batch_messages: Annotated[int, AtLeast(1)] = 8192
     poll_timeout_seconds: Annotated[float, AboveUpTo(0)] = 0.5
-    metadata_refresh_seconds: Annotated[float, AboveUpTo(0)] = 30.0
+    metadata_refresh_seconds: Annotated[float, AboveUpTo(0)] = 5.0
     """After so long a new topic is found."""
     failure_back_off_seconds: Annotated[float, AboveUpTo(0)] = 0.05
     """Between attempts to apply what a store did not take."""
