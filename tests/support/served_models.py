@@ -153,6 +153,24 @@ class ScoringModel:
         return Answer(picked(self.form, results, outputs), self.form.version, int(missing.sum()))
 
 
+def load_scoring(name: str, version: str) -> ScoringModel:
+    """A loader as Triton's models have it."""
+    return ScoringModel(name, version)
+
+
+def scoring_inputs(num_samples: int, seed: int = 7) -> dict[str, np.ndarray]:
+    """Inputs of a :class:`ScoringModel` that has 26 features; some ids have no row."""
+    rng = np.random.default_rng(seed)
+    return {
+        tensor.name: (
+            rng.integers(-3, 1003, (num_samples, tensor.shape[1]))
+            if tensor.dtype == np.int64
+            else rng.integers(0, 9, (num_samples, tensor.shape[1])).astype(np.float32)
+        )
+        for tensor in ScoringModel().form.inputs
+    }
+
+
 class HeldModel:
     """Another model, whose answers wait until they are let go."""
 

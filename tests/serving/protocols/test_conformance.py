@@ -8,7 +8,13 @@ import tritonclient.grpc
 import tritonclient.http
 
 from tests.support.inference_cases import CASES, Client, Subject, case_name
-from tests.support.served_models import ECHO_DTYPES, EchoModel, MemoryDirectory, ScoringModel
+from tests.support.served_models import (
+    ECHO_DTYPES,
+    EchoModel,
+    MemoryDirectory,
+    ScoringModel,
+    scoring_inputs,
+)
 from torchembed.serving.protocols import GrpcServer, HttpServer
 
 
@@ -32,15 +38,7 @@ def client(request: pytest.FixtureRequest, directory: MemoryDirectory) -> Iterat
 @pytest.fixture(scope="module")
 def scores() -> Subject:
     model = ScoringModel()
-    rng = np.random.default_rng(7)
-    inputs = {
-        tensor.name: (
-            rng.integers(-3, 1003, (32, tensor.shape[1]))
-            if tensor.dtype == np.int64
-            else rng.integers(0, 9, (32, tensor.shape[1])).astype(np.float32)
-        )
-        for tensor in model.form.inputs
-    }
+    inputs = scoring_inputs(32)
     return Subject(
         model="scores",
         version="3",

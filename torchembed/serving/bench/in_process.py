@@ -10,9 +10,9 @@ import torch
 
 from torchembed.serving.bench.latencies import Latencies, latencies
 from torchembed.serving.bench.made_requests import MadeRequests
+from torchembed.serving.datatypes import datatype_of
 from torchembed.serving.levels import EmbeddingCache, LeveledLookup, RowLevels, ServedTable
 from torchembed.serving.models import ModelOptions, ModelRepository
-from torchembed.serving.protocols.datatypes import datatype_of
 from torchembed.stores import MemoryStore
 
 _NUM_REQUESTS = 16

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchembed import __version__
+from torchembed.serving.datatypes import datatype_of
 from torchembed.serving.interface import ModelDirectory, ModelForm, ModelState, TensorForm
-from torchembed.serving.protocols.datatypes import datatype_of
 from torchembed.serving.protocols.model_totals import ModelTotals
 
 PLATFORM = "torchembed"

@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchembed.serving.datatypes import datatype_of, dtype_of
 from torchembed.serving.interface import Answer, InvalidRequestError
 from torchembed.serving.protocols import tensors
-from torchembed.serving.protocols.datatypes import datatype_of, dtype_of
 from torchembed.serving.protocols.grpc_messages import ModelInferResponse
 from torchembed.serving.protocols.options import RequestLimits
 from torchembed.serving.protocols.refusals import TooLargeError, UnsupportedError

@@ -3,9 +3,9 @@
 import json
 from typing import Any, NamedTuple
 
+from torchembed.serving.datatypes import datatype_of
 from torchembed.serving.interface import Answer
 from torchembed.serving.protocols import tensors
-from torchembed.serving.protocols.datatypes import datatype_of
 from torchembed.serving.protocols.http_requests import HttpInference
 
 

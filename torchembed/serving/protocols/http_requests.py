@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from torchembed.serving.datatypes import dtype_of
 from torchembed.serving.interface import InvalidRequestError
 from torchembed.serving.protocols import tensors
-from torchembed.serving.protocols.datatypes import dtype_of
 from torchembed.serving.protocols.options import RequestLimits
 from torchembed.serving.protocols.refusals import TooLargeError, UnsupportedError
 

@@ -9,28 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from torchembed.serving.datatypes import datatype_of
 from torchembed.serving.interface import ModelForm, TensorForm
 from torchembed.serving.triton.text_form import Message, Symbol, text_form
-
-_DATA_TYPES = {
-    np.dtype(kind): f"TYPE_{name}"
-    for kind, name in (
-        (np.bool_, "BOOL"),
-        (np.int8, "INT8"),
-        (np.int16, "INT16"),
-        (np.int32, "INT32"),
-        (np.int64, "INT64"),
-        (np.uint8, "UINT8"),
-        (np.uint16, "UINT16"),
-        (np.uint32, "UINT32"),
-        (np.uint64, "UINT64"),
-        (np.float16, "FP16"),
-        (np.float32, "FP32"),
-        (np.float64, "FP64"),
-    )
-}
 
 _MODEL_SOURCE = '''\
 """Answers requests to Triton by torchembed; config.pbtxt says which model."""
@@ -169,14 +150,14 @@ def _config(
 def _tensors(forms: Sequence[TensorForm], is_batched: bool) -> list[Message]:
     messages: list[Message] = []
     for form in forms:
-        if form.dtype not in _DATA_TYPES:
+        if form.dtype.kind not in "biuf":
             raise ValueError(
                 f"{form.name} must be of numbers or booleans to be served by Triton, "
                 f"got {form.dtype}"
             )
         message: dict[str, Any] = {
             "name": form.name,
-            "data_type": Symbol(_DATA_TYPES[form.dtype]),
+            "data_type": Symbol(f"TYPE_{datatype_of(form.dtype)}"),
         }
         dims = form.shape[1:] if is_batched else form.shape
         message["dims"] = dims or (1,)
