@@ -1,6 +1,7 @@
 """Rows of served tables: looked up in a cache on the device, and in stores below it."""
 
 from torchembed.serving.levels.embedding_cache import (
+    CachedRows,
     CacheKind,
     EmbeddingCache,
     FoundRows,
@@ -15,6 +16,7 @@ from torchembed.serving.levels.served_table import ServedFeature, ServedTable
 
 __all__ = [
     "CacheKind",
+    "CachedRows",
     "EmbeddingCache",
     "FoundRows",
     "LevelStatistics",

@@ -37,6 +37,19 @@ class FoundRows(NamedTuple):
     """int64 ``[1]``: how many these are."""
 
 
+class CachedRows(NamedTuple):
+    """Answer of :meth:`EmbeddingCache.look_up`."""
+
+    rows: Tensor
+    """float32 ``[L, D]``, D the greatest dim of the tables: default rows where ids are not cached,
+    zeros where there is no id and behind narrower rows."""
+    is_missing: Tensor
+    """bool ``[L]``: True for ids that are not cached."""
+    num_missing: Tensor
+    """int64 ``[1]``: how many these are, on the device."""
+    found: FoundRows
+
+
 class TableCounts(NamedTuple):
     """Counts of a table in a cache since that was made."""
 
@@ -153,6 +166,21 @@ class EmbeddingCache:
                 slots.append(found.slots)
             all_slots.append(tuple(slots))
         return FoundRows(tuple(all_slots), is_missing, is_missing.sum(0, keepdim=True))
+
+    def look_up(self, keys: Tensor, tables: Tensor) -> CachedRows:
+        """Look up the rows of ids that are cached, without any level below: a pure function of
+        tensors of static shapes, which waits for nothing and may be captured in a CUDA graph.
+        Whoever replays that is inside :attr:`access` as if it called this.
+
+        Args:
+            keys: int64 ``[L]`` on :attr:`device`.
+            tables: int32 ``[L]`` likewise: places among :attr:`tables`, -1 where there is no id.
+        """
+        found = self.find(keys, tables)
+        groups = [self.read(found, group) for group in range(len(self.members))]
+        dim = max(rows.shape[1] for rows in groups)
+        rows = _sum([torch.nn.functional.pad(rows, (0, dim - rows.shape[1])) for rows in groups])
+        return CachedRows(rows, found.is_missing, found.num_missing, found)
 
     def read(self, found: FoundRows, group: int) -> Tensor:
         """The rows of the ids of a group's tables, default rows where they are missing: float32

@@ -143,9 +143,7 @@ class LeveledLookup:
         if not self._is_whole:
             places = self._places[places.long()]
         with self._totals.timed(Stage.CACHE), self.cache.access.reading():
-            found = self.cache.find(keys, places)
-            rows = self._rows_of_all(found)
-        is_default = found.is_missing
+            rows, is_default, _, found = self.cache.look_up(keys, places)
         for part in self._settle(keys, places, found):
             dim = part.rows.shape[1]
             rows[part.positions, :dim] = part.rows
@@ -330,13 +328,6 @@ class LeveledLookup:
             self._totals.add(Count.DEFAULTS, num_missing)
         if self.cache.kind is not CacheKind.STATIC:
             self._missing.fetch(missed.keys, missed.tables, missed.is_missing)
-
-    def _rows_of_all(self, found: FoundRows) -> Tensor:
-        """The rows of all groups: float32 ``[L, D]``."""
-        groups = [self.cache.read(found, group) for group in range(len(self.cache.members))]
-        dim = max(rows.shape[1] for rows in groups)
-        padded = [torch.nn.functional.pad(rows, (0, dim - rows.shape[1])) for rows in groups]
-        return padded[0] if len(padded) == 1 else torch.stack(padded).sum(0)
 
     def _pool_fetched(
         self,

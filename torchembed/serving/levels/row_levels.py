@@ -75,7 +75,6 @@ class RowLevels:
             raise ValueError(f"back_off_seconds must not be negative, got {back_off_seconds}")
         checks.check_not_negative("max_missed_keys", max_missed_keys)
         self.tables = distinct_tables(tables)
-        self._by_name = {table.name: table for table in self.tables}
         self._levels = [
             Level(
                 name,
