@@ -96,10 +96,10 @@ def test_what_keeps_a_server_from_starting_is_one_line(
     config = tmp_path / "server.yaml"
     config.write_text("max_memory_bytes: 1000\nmodels: [{name: m}]\n")
     line = failed_start("--config", str(config))
-    assert "version 1 of model m needs" in line and "bytes of memory" in line
+    assert "bytes of memory, and max_memory_bytes allows 1,000" in line
     config.write_text("models: [{name: m, cache: {rows: 0}}]\n")
     assert "models[0].cache.rows must be at least 1, got 0" in failed_start("--config", str(config))
     config.write_text("models: [{name: absent}]\n")
-    assert "got 'absent'" in failed_start("--config", str(config))
+    assert "absent has no version there" in failed_start("--config", str(config))
     (models / "m" / "1" / "dense.safetensors").write_bytes(b"x" * 100)
     assert "is corrupt: deploy again" in failed_start()

@@ -173,7 +173,6 @@ def test_every_key_has_its_effect_or_is_named(tmp_path: Path) -> None:
             poll_timeout_seconds=0.25,
             metadata_refresh_seconds=1.0,
             failure_back_off_seconds=0.02,
-            commit_interval_messages=8,
         ),
     )
     (model,) = config.models
@@ -191,6 +190,7 @@ def test_every_key_has_its_effect_or_is_named(tmp_path: Path) -> None:
         first + "enable_pagelock",
         *(f"volatile_db.shared_memory_{key}" for key in ("size", "name", "auto_remove")),
         "volatile_db.allocation_rate",
+        "update_source.max_commit_interval",
         "update_source.receive_buffer_size",
         "update_filters",
     }

@@ -114,7 +114,7 @@ def read_updates(values: Any, filters: list[str], left_out: list[str]) -> Update
     poll_ms = section.take("poll_timeout_ms", int, 500, AtLeast(1))
     max_batch = section.take("max_batch_size", int, 8192, AtLeast(1))
     back_off_ms = section.take("failure_backoff_ms", int, 50, AtLeast(1))
-    commit_interval = section.take("max_commit_interval", int, 32, AtLeast(1))
+    section.leave_out("max_commit_interval", "left out; each batch is committed once it is applied")
     section.leave_out("receive_buffer_size", "left out; librdkafka has buffers of its own")
     section.end()
     if kind == "null":
@@ -126,7 +126,6 @@ def read_updates(values: Any, filters: list[str], left_out: list[str]) -> Update
         poll_timeout_seconds=poll_ms / 1000,
         metadata_refresh_seconds=refresh_ms / 1000,
         failure_back_off_seconds=back_off_ms / 1000,
-        commit_interval_messages=commit_interval,
     )
 
 

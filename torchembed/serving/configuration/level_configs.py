@@ -135,9 +135,10 @@ class UpdateConfig:
 
     brokers: tuple[str, ...]
     """``host:port`` of each."""
-    group: str = "torchembed-serving"
-    """Servers of one group share the messages; those whose rows are their own need groups of their
-    own."""
+    group: str | None = None
+    """Servers of one group share the messages. None for a group that all servers over one Redis
+    share, one of its own for each folder of RocksDB, or, where rows are in memory alone, a new one
+    with each start, which reads all messages that brokers have."""
     filters: tuple[str, ...] = ()
     """Regular expressions of topics; without them those of all models and tables."""
     max_batch_messages: Annotated[int, AtLeast(1)] = 8192
@@ -146,7 +147,6 @@ class UpdateConfig:
     """After so long a new topic is found."""
     failure_back_off_seconds: Annotated[float, AboveUpTo(0)] = 0.05
     """Between attempts to apply what a store did not take."""
-    commit_interval_messages: Annotated[int, AtLeast(1)] = 32
     start_timeout_seconds: Annotated[float, AboveUpTo(0)] = 10.0
     client_settings: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     """Properties of librdkafka by their names there, for TLS and SASL."""

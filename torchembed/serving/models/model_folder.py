@@ -9,6 +9,8 @@ from torchembed.serving.models.errors import ModelFolderError
 
 DESCRIPTION_FILE = "model.json"
 TABLES_FOLDER = "tables"
+_CHUNK_BYTES = 1 << 24
+"""Of rows that are read at a time, beside which some copies of them are made."""
 
 
 def version_folder(folder: str | Path, name: str, version: int) -> Path:
@@ -77,6 +79,6 @@ def open_table(folder: str | Path, table: str) -> RowSource:
         ModelFolderError: where they are not as they were written.
     """
     try:
-        return open_rows(Path(folder) / TABLES_FOLDER / table)
+        return open_rows(Path(folder) / TABLES_FOLDER / table, chunk_bytes=_CHUNK_BYTES)
     except (OSError, ValueError) as error:
         raise ModelFolderError(f"table {table} of {folder} is corrupt: {error}") from error

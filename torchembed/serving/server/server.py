@@ -1,10 +1,19 @@
 """A server, assembled from its configuration."""
 
 import contextlib
+import socket
+import uuid
 from types import TracebackType
 from typing import Self
 
-from torchembed.serving.configuration import ModelConfig, ServerConfig, UpdateConfig, parse_address
+from torchembed.core.random_bits import name_key
+from torchembed.serving.configuration import (
+    ModelConfig,
+    ServerConfig,
+    UpdateConfig,
+    VolatileKind,
+    parse_address,
+)
 from torchembed.serving.models import ModelRepository
 from torchembed.serving.protocols import (
     GrpcServer,
@@ -14,6 +23,7 @@ from torchembed.serving.protocols import (
     serve_until_signalled,
 )
 from torchembed.serving.server.lookups import model_options
+from torchembed.serving.server.memory_table import memory_table
 from torchembed.serving.server.metrics import batch_totals, lookup_totals, update_totals
 from torchembed.serving.server.refreshing import Refresher
 from torchembed.serving.server.stores import open_stores
@@ -65,13 +75,15 @@ class Server:
         """Listen, load all models, and be ready; updates are applied from then on.
 
         Raises:
-            ValueError, UnknownModelError: where a model cannot be loaded.
+            ValueError, UnknownModelError: where a model cannot be loaded, or all of them need more
+                memory than there is.
             ConnectionError: where no broker answers.
             OSError: where an address cannot be listened at.
         """
         if self._is_started:
             raise RuntimeError("a Server is started once; make another one")
         self._is_started = True
+        memory_table(self.config)  # refuses what does not fit, before anything is loaded
         # Before models, which may take long to load, so that health can be asked meanwhile.
         for server in self._protocols:
             server.start()
@@ -117,7 +129,9 @@ class Server:
             client_settings=config.client_settings,
             topic_filters=config.filters or SourceOptions.topic_filters,
         )
-        source = UpdateSource(",".join(config.brokers), config.group, options)
+        source = UpdateSource(
+            ",".join(config.brokers), config.group or _group(self.config), options
+        )
         applying = ApplierOptions(
             poll_timeout_seconds=config.poll_timeout_seconds,
             back_off_seconds=config.failure_back_off_seconds,
@@ -128,6 +142,17 @@ class Server:
         applier = UpdateApplier(source, self.repository, applying)
         self.metrics.add_source(lambda: update_totals(applier))
         return applier
+
+
+def _group(config: ServerConfig) -> str:
+    """The group of servers whose rows are in the same stores as those of ``config``."""
+    if config.persistent is not None:
+        path = config.persistent.path.resolve()
+        return f"torchembed-serving.{socket.gethostname()}.{name_key(0, str(path)):x}"
+    if config.volatile is not None and config.volatile.kind is VolatileKind.REDIS:
+        return "torchembed-serving"
+    # These rows end with the process: what others have read, or it has read before, it reads again.
+    return f"torchembed-serving.{uuid.uuid4()}"
 
 
 def _options(config: ServerConfig, address: str) -> ServerOptions:
