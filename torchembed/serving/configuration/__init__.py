@@ -1,6 +1,6 @@
 """Configurations of servers: frozen dataclasses, and the files that they come from."""
 
-from torchembed.serving.configuration.addresses import Address, parse_address
+from torchembed.core.addresses import Address, parse_address
 from torchembed.serving.configuration.cache_config import CacheConfig
 from torchembed.serving.configuration.choices import RowsOf, VolatileKind
 from torchembed.serving.configuration.files import read_config, to_yaml

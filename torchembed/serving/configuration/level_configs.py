@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from torchembed.serving.configuration.addresses import check_address
+from torchembed.core.addresses import parse_address
 from torchembed.serving.configuration.choices import VolatileKind
 from torchembed.serving.configuration.fields import (
     AboveUpTo,
@@ -81,7 +81,7 @@ class VolatileConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         for i, address in enumerate(self.addresses):
-            check_address(f"addresses[{i}]", address)
+            parse_address(f"addresses[{i}]", address)
         is_redis = self.kind is VolatileKind.REDIS
         if is_redis and not self.addresses:
             raise ValueError("addresses must name at least one server of Redis, got none")
@@ -156,4 +156,4 @@ class UpdateConfig:
         if not self.brokers:
             raise ValueError("brokers must name at least one broker, got none")
         for i, broker in enumerate(self.brokers):
-            check_address(f"brokers[{i}]", broker)
+            parse_address(f"brokers[{i}]", broker)

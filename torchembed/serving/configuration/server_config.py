@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-from torchembed.serving.configuration.addresses import check_address
+from torchembed.core.addresses import parse_address
 from torchembed.serving.configuration.fields import AtLeast, check_fields
 from torchembed.serving.configuration.level_configs import (
     PersistentConfig,
@@ -57,7 +57,7 @@ class ServerConfig:
         addresses = {"http_address": self.http_address, "grpc_address": self.grpc_address}
         for name, address in addresses.items():
             if address is not None:
-                check_address(name, address)
+                parse_address(name, address)
         if self.http_address is None and self.grpc_address is None:
             raise ValueError("http_address or grpc_address must be given, got neither")
         names = [model.name for model in self.models]

@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from torchembed.core.addresses import parse_address
 from torchembed.stores.errors import StoreUnavailableError
 from torchembed.stores.redis.commands import Exchange, command, exchange
 from torchembed.stores.redis.faults import faults_named, import_redis
-from torchembed.stores.redis.options import RedisOptions, RedisTls, split_address
+from torchembed.stores.redis.options import DEFAULT_PORT, RedisOptions, RedisTls
 
 if TYPE_CHECKING:
     from redis.connection import BlockingConnectionPool, Connection
@@ -33,7 +34,10 @@ class RedisNodes:
         import_redis()
         self.where = ", ".join(options.addresses)
         self._options = options
-        self._seeds = [split_address(address) for address in options.addresses]
+        self._seeds = [
+            parse_address("addresses", address, default_port=DEFAULT_PORT)
+            for address in options.addresses
+        ]
         self._lock = threading.Lock()
         self._pools: dict[Node, BlockingConnectionPool] = {}
         self._node_of_slot: list[Node | None] | None = None
@@ -63,7 +67,7 @@ class RedisNodes:
             self._run_once([exchange(b"", parts)], [(0, node)], replies, is_asking=False)
             return replies[0][0]
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> Sequence[Node]:
         """The servers that hold data."""
         if not self._options.is_cluster:
             return self._seeds

@@ -5,9 +5,10 @@ import enum
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from torchembed.core.addresses import parse_address
 from torchembed.stores.arguments import check_positive
 
-_DEFAULT_PORT = 6379
+DEFAULT_PORT = 6379
 
 
 class RedisLayout(enum.Enum):
@@ -63,7 +64,7 @@ class RedisOptions:
         is_read_only: whether it is only read: nothing is written, access times and counts neither.
     """
 
-    addresses: tuple[str, ...] = (f"127.0.0.1:{_DEFAULT_PORT}",)
+    addresses: tuple[str, ...] = (f"127.0.0.1:{DEFAULT_PORT}",)
     is_cluster: bool = False
     user_name: str | None = None
     password: str | None = dataclasses.field(default=None, repr=False)
@@ -79,7 +80,7 @@ class RedisOptions:
                 f"addresses must be a tuple of one address or more, got {self.addresses!r}"
             )
         for address in self.addresses:
-            split_address(address)
+            parse_address("addresses", address, default_port=DEFAULT_PORT)
         if len(self.addresses) > 1 and not self.is_cluster:
             raise ValueError(
                 f"addresses must be one address where is_cluster is False, got {self.addresses!r}"
@@ -111,25 +112,8 @@ class RedisOptions:
             )
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         return RedisOptions(
-            addresses=(f"{host}:{parts.port or _DEFAULT_PORT}",),
+            addresses=(f"{host}:{parts.port or DEFAULT_PORT}",),
             user_name=unquote(parts.username) if parts.username else None,
             password=unquote(parts.password) if parts.password else None,
             tls=RedisTls() if parts.scheme == "rediss" else None,
         )
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host[:port]``; a host of IPv6 with a port stands in brackets.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    problem = f"addresses must be host:port, got {address!r}"
-    try:
-        parts = urlsplit(f"//{address}")
-        host, port = parts.hostname, parts.port
-    except (ValueError, TypeError) as error:
-        raise ValueError(problem) from error
-    if not host or parts.path or parts.username is not None:
-        raise ValueError(problem)
-    return host, port or _DEFAULT_PORT
