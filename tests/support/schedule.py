@@ -14,6 +14,7 @@ LONGEST_FIRST = (
     "tests/packaging/test_distributions.py",
     "tests/triton_kernels/test_compiles.py",
     "tests/recipes/",
+    "tests/serving/",
     "tests/ops/test_hash_table.py",
     "tests/ops/test_hash_table_kernels.py",
     "tests/ops/test_hash_table_machine.py",

@@ -48,8 +48,11 @@ class RequestExecutor:
         return [self._answer(request, own) for request, own in zip(requests, inputs, strict=True)]
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Let go of the model, and close it where it can be."""
+        close = getattr(self._model, "close", None)
         del self._model
+        if close is not None:
+            close()
 
     def _answer(self, request: Any, inputs: dict[str, np.ndarray]) -> Any:
         try:
