@@ -101,12 +101,14 @@ class DynamicBatcher:
         """As :meth:`torchembed.serving.interface.ServedModel.answer`.
 
         Raises:
-            BusyError: where too many requests wait.
+            BusyError: where too many requests wait, or the batcher has ended.
         """
         self._version.check_outputs(outputs)
         request = check_request(self._version.description, inputs)
         waiting = _Waiting(request, outputs, time.perf_counter(), Future())
         with self._changed:
+            if self._is_closed:
+                raise BusyError(f"model {self.form.name} answers no longer; ask again")
             if len(self._waiting) >= self._options.max_waiting_requests:
                 raise BusyError(
                     f"model {self.form.name} has {len(self._waiting)} requests waiting, as many as "
