@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.serving.test_server_process import asked, expected, trained
+from tests.support.asked_servers import asked, expected, trained
 from tests.support.kafka_brokers import running_brokers
 from tests.support.redis_servers import redis_server, wait_until
 from tests.support.server_processes import running_server

@@ -1,43 +1,17 @@
 """A server, from the trained model to answers over its protocols."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
+from tests.support.asked_servers import asked, expected, trained
 from tests.support.server_processes import running_server
-from tests.zoo.served_models import MODELS, ServedCase
 from torchembed.serving.__main__ import main
 from torchembed.serving.models import deploy
 
 pytest.importorskip("tritonclient.http")
 pytest.importorskip("rocksdict")
-
-
-def trained(seed: int) -> ServedCase:
-    torch.manual_seed(seed)
-    return MODELS["dlrm"]()
-
-
-def expected(case: ServedCase, examples: Any) -> np.ndarray:
-    with torch.no_grad():
-        return case.model.eval()(*examples).numpy()
-
-
-def asked(client: Any, protocol: Any, request: dict[str, np.ndarray]) -> tuple[np.ndarray, str]:
-    """The output and the version of an answer of model ``m``."""
-    names = {"float32": "FP32", "int64": "INT64", "int32": "INT32"}
-    inputs = []
-    for name, array in request.items():
-        tensor = protocol.InferInput(name, list(array.shape), names[array.dtype.name])
-        tensor.set_data_from_numpy(array)
-        inputs.append(tensor)
-    answer = client.infer("m", inputs)
-    response = answer.get_response()
-    version = response["model_version"] if isinstance(response, dict) else response.model_version
-    return answer.as_numpy("output"), version
 
 
 def test_a_trained_model_is_deployed_served_and_replaced(tmp_path: Path) -> None:

@@ -5,10 +5,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.support.bounded_stores import BoundedStore
 from tests.support.redis_servers import RedisServer, redis_cluster, redis_server
 from torchembed.stores import RedisOptions, RedisStore, VolatileMemoryStore, VolatileOptions
-
-BoundedStore = VolatileMemoryStore | RedisStore
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.stores.conftest import BoundedStore
+from tests.support.bounded_stores import BoundedStore
 from tests.support.partition_keys import lines_of
 from tests.support.redis_servers import RedisServer, wait_until
 from torchembed.stores import (

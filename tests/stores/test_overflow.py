@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.stores.conftest import BoundedStore
+from tests.support.bounded_stores import BoundedStore
 from tests.support.partition_keys import keys_of, lines_of
 from torchembed.stores import OverflowPolicy, RowTable, VolatileOptions
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.stores.conftest import BoundedStore
+from tests.support.bounded_stores import BoundedStore
 from tests.support.partition_keys import lines_of
 from tests.support.redis_servers import RedisServer
 from torchembed.core.key_partitions import partition_of
