@@ -242,8 +242,8 @@ def on(device: torch.device, arguments: dict[str, Any]) -> dict[str, Any]:
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             return tensor
-        one_memory = tensor.stride().count(0) > 0
-        return tensor.to(device) if not one_memory else tensor[..., :1].to(device).expand_as(tensor)
+        once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())
+        return tensor[once].to(device).expand_as(tensor)
 
     return map_tensors(moved, arguments)
 

@@ -1,5 +1,6 @@
 """Groups of the kind that their tables' storage asks for."""
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -23,33 +24,47 @@ def new_group(
         torch.OutOfMemoryError: where there is no memory for them; it names the tables, their bytes
             and what to lower.
     """
+    found = torch.empty(0, device=device).device
+    # A system that overcommits would grant memory that it does not have, and end the process as
+    # soon as what finds the rows is written there.
+    bytes_of_ids = sum(table.spec.index.bytes_for(table.num_rows) for table in tables)
+    if found.type == "cpu" and bytes_of_ids > _host_bytes():
+        raise _out_of_memory(tables, dtype, found)
     try:
-        return _made(tables, dtype, device)
+        return _made(tables, dtype, found)
     except RuntimeError as error:
         if not any(words in str(error) for words in ("allocate memory", "out of memory")):
             raise
-        row_bytes = sum(table.num_rows * table.num_columns * dtype.itemsize for table in tables)
-        of_ids = sum(table.spec.index.bytes_for(table.num_rows) for table in tables)
-        names = ", ".join(table.spec.name for table in tables)
-        raise torch.OutOfMemoryError(
-            f"tables {names} take {row_bytes} bytes of rows, and {of_ids} of what finds them and "
-            f"of their logs, for which there is no memory on {torch.empty(0, device=device).device}"
-            " or its host; lower num_embeddings or deletion_log, shard them, or give them a "
-            "storage"
-        ) from error
+        raise _out_of_memory(tables, dtype, found) from error
 
 
-def _made(
-    tables: Sequence[Table], dtype: torch.dtype, device: torch.device | str | None
-) -> TableGroup:
+def _host_bytes() -> int:
+    """The memory of this host, used or not."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _out_of_memory(
+    tables: Sequence[Table], dtype: torch.dtype, device: torch.device
+) -> torch.OutOfMemoryError:
+    """What says that there is no memory for ``tables``, and what to do."""
+    row_bytes = sum(table.num_rows * table.num_columns * dtype.itemsize for table in tables)
+    bytes_of_ids = sum(table.spec.index.bytes_for(table.num_rows) for table in tables)
+    names = ", ".join(table.spec.name for table in tables)
+    return torch.OutOfMemoryError(
+        f"tables {names} take {row_bytes} bytes of rows, and {bytes_of_ids} of what finds them and "
+        f"of their logs, for which there is no memory on {device} or its host; lower "
+        "num_embeddings or deletion_log, shard them, or give them a storage"
+    )
+
+
+def _made(tables: Sequence[Table], dtype: torch.dtype, device: torch.device) -> TableGroup:
     shape = sum(table.num_rows for table in tables), tables[0].num_columns
     storage = tables[0].spec.storage
     if storage is None:
         return TableGroup(tables, torch.empty(shape, dtype=dtype, device=device))
-    found = torch.empty(0, device=device).device
     if isinstance(storage, Disk):
-        return DiskGroup(tables, torch.empty(shape, dtype=dtype, device="meta"), found)
-    return TieredGroup(tables, host_tensor(shape, dtype, found), found)
+        return DiskGroup(tables, torch.empty(shape, dtype=dtype, device="meta"), device)
+    return TieredGroup(tables, host_tensor(shape, dtype, device), device)
 
 
 def group_over(tables: Sequence[Table], stored_weight: Tensor) -> TableGroup:
