@@ -39,14 +39,14 @@ def new_group(
 
 
 def _host_bytes() -> int:
-    """The memory of this host, used or not."""
+    """The physical memory of this host in bytes, used or not."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _out_of_memory(
     tables: Sequence[Table], dtype: torch.dtype, device: torch.device
 ) -> torch.OutOfMemoryError:
-    """What says that there is no memory for ``tables``, and what to do."""
+    """The error of :func:`new_group` for ``tables`` that do not fit in memory."""
     row_bytes = sum(table.num_rows * table.num_columns * dtype.itemsize for table in tables)
     bytes_of_ids = sum(table.spec.index.bytes_for(table.num_rows) for table in tables)
     names = ", ".join(table.spec.name for table in tables)
