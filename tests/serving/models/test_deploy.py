@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import torchembed
 from tests.zoo.served_models import MODELS, ServedCase
+from torchembed.modules.dense_part.forms import ArgumentKind
 from torchembed.serving.models import DeployError, deploy, read_description, versions_in
-from torchembed.serving.models.description import ArgumentKind
 
 
 @pytest.mark.parametrize("name", MODELS)

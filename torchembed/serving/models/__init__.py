@@ -1,10 +1,10 @@
 """Deployed models: written as folders, loaded, swapped and asked."""
 
+from torchembed.modules.dense_part.errors import DeployError
 from torchembed.serving.models.deploy import deploy
 from torchembed.serving.models.description import ModelDescription
 from torchembed.serving.models.dynamic_batcher import BatchOptions
 from torchembed.serving.models.errors import (
-    DeployError,
     ModelFolderError,
     OutOfMemoryBudgetError,
 )

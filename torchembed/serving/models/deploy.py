@@ -1,7 +1,5 @@
 """``deploy``: a trained model becomes a folder that servers load."""
 
-import contextlib
-import dataclasses
 import itertools
 import os
 import re
@@ -16,25 +14,18 @@ from torchembed.checkpoints import RowSource, export_rows, model_rows
 from torchembed.checkpoints.storage import Storage
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
-from torchembed.serving.models.argument_tree import ArgumentTree
-from torchembed.serving.models.dense_export import DenseExport, export_dense
+from torchembed.modules.dense_part.errors import DeployError
+from torchembed.modules.dense_part.recording import Recording
+from torchembed.modules.dense_part.table_modules import TableSource
+from torchembed.modules.dense_part.take_apart import TakenApart, take_apart
 from torchembed.serving.models.dense_program import (
     PROGRAM_FILE,
     WEIGHTS_FILE,
     program_bytes,
     write_weights,
 )
-from torchembed.serving.models.description import (
-    DeployedTable,
-    Feature,
-    FileForm,
-    ModelDescription,
-)
-from torchembed.serving.models.errors import DeployError
+from torchembed.serving.models.description import DeployedTable, FileForm, ModelDescription
 from torchembed.serving.models.model_folder import DESCRIPTION_FILE, TABLES_FOLDER, version_folder
-from torchembed.serving.models.outputs import OutputChoice
-from torchembed.serving.models.recording import Recording
-from torchembed.serving.models.table_modules import TableSource
 from torchembed.tables import RowChunk
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}")
@@ -88,15 +79,8 @@ def deploy(
     target = version_folder(folder, name, version)
     partial = target.with_name(f".{target.name}.partial")
     raise_on_all_ranks(lambda: _check_name(name, version), what)
-    whole = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    with _evaluating(whole):
-        tree = raise_on_all_ranks(lambda: ArgumentTree(whole, examples), what)
-        recording = raise_on_all_ranks(lambda: Recording(whole, tree), what)
-        choice = raise_on_all_ranks(lambda: OutputChoice(output, output_names), what)
-        dense = raise_on_all_ranks(
-            lambda: export_dense(whole, tree, recording, choice) if ranks.rank() == 0 else None,
-            what,
-        )
+    parts = take_apart(model, examples, output, output_names, what)
+    recording, dense = parts.recording, parts.dense
     sources, shared, numbers = dict(tables or {}), dict(store_names or {}), dict(defaults or {})
     raise_on_all_ranks(lambda: _check_tables(recording, sources, shared, numbers), what)
 
@@ -115,7 +99,7 @@ def deploy(
             name=table,
             store_name=shared.get(table),
             dim=source.dim,
-            num_rows=_export_table(whole, source, sources.get(table), partial, what),
+            num_rows=_export_table(parts.model, source, sources.get(table), partial, what),
             default=source.default(numbers.get(table)),
             num_ids=source.num_ids,
             bad_ids=source.bad_ids,
@@ -124,8 +108,7 @@ def deploy(
     ]
 
     def end() -> None:
-        assert dense is not None
-        description = _description(name, version, recording, dense, deployed, partial)
+        description = _description(name, version, parts, deployed, partial)
         description_file = partial / DESCRIPTION_FILE
         description_file.write_bytes(description.to_bytes())
         for path in (*partial.rglob("*"), partial):
@@ -140,12 +123,12 @@ def deploy(
 def _description(
     name: str,
     version: int,
-    recording: Recording,
-    dense: DenseExport,
+    parts: TakenApart,
     tables: Sequence[DeployedTable],
     folder: Path,
 ) -> ModelDescription:
-    storage = Storage(folder)
+    dense, storage = parts.dense, Storage(folder)
+    assert dense is not None
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         place = str(path.relative_to(folder))
@@ -158,8 +141,8 @@ def _description(
         name=name,
         version=version,
         inputs=dense.inputs,
-        features=tuple(_features(recording, dense.hotness)),
-        lookups=tuple(recording.lookups),
+        features=tuple(parts.features()),
+        lookups=tuple(parts.recording.lookups),
         tables=tuple(tables),
         weights=tuple(dense.weights),
         arguments=dense.arguments,
@@ -171,19 +154,6 @@ def _description(
     if twice:
         raise DeployError(f"inputs must have different names, and several are named {twice}")
     return description
-
-
-def _features(recording: Recording, hotness: Mapping[str, int]) -> Iterator[Feature]:
-    """The features that tables look up, each once.
-
-    Args:
-        hotness: of features that came as jagged ones, and are none.
-    """
-    used = {lookup.feature for lookup in recording.lookups}
-    for name, feature in recording.features.items():
-        if name in used:
-            known = hotness.get(name, feature.hotness)
-            yield dataclasses.replace(feature, hotness=known)
 
 
 def _export_table(
@@ -241,19 +211,6 @@ def _check_tables(
             )
     for name, table in recording.tables.items():
         table.default(defaults.get(name))
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which all modules are in evaluation mode."""
-    trained = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module in trained:
-            module.training = True
 
 
 def _sync(path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from torchembed.modules.dense_part.forms import DEFAULT_ROWS
 from torchembed.serving.interface import Answer, BusyError, ModelForm
-from torchembed.serving.models.description import DEFAULT_ROWS
 from torchembed.serving.models.loaded_version import LoadedVersion
 from torchembed.serving.models.request import Request, check_request, joined
 

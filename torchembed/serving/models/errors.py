@@ -1,8 +1,4 @@
-"""Errors of deploying models and of reading what was deployed."""
-
-
-class DeployError(ValueError):
-    """The model cannot be served as it stands; the message says what to change."""
+"""Errors of reading what was deployed."""
 
 
 class ModelFolderError(ValueError):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.types import Pooling
+from torchembed.modules.dense_part.forms import DEFAULT_ROWS, Argument, ArgumentKind, Combining
 from torchembed.serving.interface import Answer, InvalidRequestError, ModelForm
 from torchembed.serving.levels import LeveledLookup, ServedFeature
 from torchembed.serving.models.dense_program import (
@@ -18,13 +19,7 @@ from torchembed.serving.models.dense_program import (
     load_program,
     read_weights,
 )
-from torchembed.serving.models.description import (
-    DEFAULT_ROWS,
-    Argument,
-    ArgumentKind,
-    Combining,
-    ModelDescription,
-)
+from torchembed.serving.models.description import ModelDescription
 from torchembed.serving.models.request import Request, as_tensor, check_request, lookup_features
 
 _POOLING = {Combining.SUM: Pooling.SUM, Combining.MEAN: Pooling.MEAN, Combining.EACH: None}

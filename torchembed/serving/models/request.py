@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
+from torchembed.modules.dense_part.forms import BadIds, Feature
 from torchembed.serving.interface import InvalidRequestError, TensorForm
-from torchembed.serving.models.description import BadIds, Feature, ModelDescription
+from torchembed.serving.models.description import ModelDescription
 
 
 class FeatureIds(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchembed.serving.models.argument_tree import AnyFeatures
-from torchembed.serving.models.errors import DeployError
-from torchembed.serving.models.recording import RecordedCall
+from torchembed.modules.dense_part.argument_tree import AnyFeatures
+from torchembed.modules.dense_part.errors import DeployError
+from torchembed.modules.dense_part.recording import RecordedCall
 
 _SETTINGS = (
     "reserved_columns",

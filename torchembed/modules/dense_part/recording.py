@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.mixed_features import MixedFeatures
-from torchembed.modules.served_names import ServedTables, served_modules, table_names
-from torchembed.serving.models.argument_tree import AnyFeatures, ArgumentTree
-from torchembed.serving.models.description import Combining, Feature, Lookup
-from torchembed.serving.models.errors import DeployError
-from torchembed.serving.models.id_places import IdPlaces
-from torchembed.serving.models.table_modules import (
+from torchembed.modules.dense_part.argument_tree import AnyFeatures, ArgumentTree
+from torchembed.modules.dense_part.errors import DeployError
+from torchembed.modules.dense_part.forms import Combining, Feature, Lookup
+from torchembed.modules.dense_part.id_places import IdPlaces
+from torchembed.modules.dense_part.table_modules import (
     TableSource,
     configs_of,
     is_collection,
@@ -22,6 +21,7 @@ from torchembed.serving.models.table_modules import (
     is_pooled,
     table_sources,
 )
+from torchembed.modules.served_names import ServedTables, served_modules, table_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchembed.serving.models.description import DEFAULT_ROWS
-from torchembed.serving.models.errors import DeployError
+from torchembed.modules.dense_part.errors import DeployError
+from torchembed.modules.dense_part.forms import DEFAULT_ROWS
 
 _AS_IT_IS, _SIGMOID = "as_it_is", "sigmoid"
 

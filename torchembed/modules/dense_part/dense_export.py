@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.passes import move_to_device_pass
 
-from torchembed.modules.served_names import dense_tensors
-from torchembed.serving.models.argument_tree import ArgumentTree
-from torchembed.serving.models.description import (
+from torchembed.modules.dense_part.argument_tree import ArgumentTree
+from torchembed.modules.dense_part.errors import DeployError
+from torchembed.modules.dense_part.fed_modules import FedFeatures, FedVectors, Vectors, fed_modules
+from torchembed.modules.dense_part.forms import (
     Argument,
     ArgumentKind,
     Combining,
     DenseInput,
     Output,
 )
-from torchembed.serving.models.errors import DeployError
-from torchembed.serving.models.fed_modules import FedFeatures, FedVectors, Vectors, fed_modules
-from torchembed.serving.models.outputs import OutputChoice
-from torchembed.serving.models.recording import Recording
+from torchembed.modules.dense_part.outputs import OutputChoice
+from torchembed.modules.dense_part.recording import Recording
+from torchembed.modules.served_names import dense_tensors
 
 
 class DenseExport(NamedTuple):

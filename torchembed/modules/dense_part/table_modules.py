@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
+from torchembed.modules.dense_part.errors import DeployError
+from torchembed.modules.dense_part.forms import BadIds
 from torchembed.modules.served_names import ServedTables, weights_of
 from torchembed.modules.sharded.sharded_collection import ShardedCollection
-from torchembed.serving.models.description import BadIds
-from torchembed.serving.models.errors import DeployError
 from torchembed.tables import Dynamic, HashedRows, Missing
 
 _BAD_IDS = {

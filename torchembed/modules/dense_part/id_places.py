@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchembed.serving.models.errors import DeployError
+from torchembed.modules.dense_part.errors import DeployError
 
 
 class IdPlace(NamedTuple):

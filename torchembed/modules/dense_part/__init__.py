@@ -1,0 +1,1 @@
+"""Models taken apart into lookups in tables and a dense part, for servers and exporters."""
