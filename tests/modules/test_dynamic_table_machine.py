@@ -148,7 +148,9 @@ def test_modules_hold_what_arrays_hold(policy: str, device: torch.device) -> Non
     )
 
 
-def run_random_operations(model: ModelledModule, num_operations: int, folder: Path) -> None:
+def run_random_operations(
+    model: ModelledModule, num_operations: int, max_batch: int, folder: Path
+) -> None:
     """Batches of skewed ids, drifting, so that tables are full of ids that went cold."""
     random = np.random.default_rng(model.capacity)
     num_ids = len(model.universe)
@@ -157,7 +159,7 @@ def run_random_operations(model: ModelledModule, num_operations: int, folder: Pa
     num_batches = 0
     while model.num_operations < num_operations:
         num_batches += 1
-        size = random.integers(1, num_ids // 40)
+        size = random.integers(1, max_batch)
         drift = num_batches * num_ids // 500
         a, b = order[(drift + (window ** random.random((2, size))).astype(np.int64)) % num_ids]
         number = int(random.integers(2))
@@ -181,14 +183,15 @@ def run_random_operations(model: ModelledModule, num_operations: int, folder: Pa
                 model.restore(folder / str(num_batches))
                 shutil.rmtree(folder / str(num_batches))
             case _:
-                model.move(capacities[int(random.integers(2))], max_bytes=1 << 14)
+                model.move(capacities[int(random.integers(2))], max_bytes=32 * max_batch)
         model.check()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_long_sequence(policy: str, device: torch.device, tmp_path: Path) -> None:
     num_operations = int(os.environ.get("TORCHEMBED_HASH_TABLE_OPERATIONS", "20000"))
-    num_ids = 400_000 if device.type == "cuda" and num_operations > 10**6 else 20_000
+    is_long = device.type == "cuda" and num_operations > 10**6
+    num_ids = 400_000 if is_long else 20_000
     bits = np.iinfo(np.int64)
     drawn = np.random.default_rng(0).integers(bits.min, bits.max, num_ids, endpoint=True)
     universe = np.unique(np.concatenate([SMALL, drawn]))
@@ -206,5 +209,7 @@ def test_a_long_sequence(policy: str, device: torch.device, tmp_path: Path) -> N
     make = OPTIMIZERS["adagrad" if policy == "lfu" else "sgd"]
     model = ModelledModule(universe, num_ids // (2 if grows else 8), dynamic, make, device)
     num_rows = model.num_rows()
-    run_random_operations(model, num_operations, tmp_path)
+    # What is checked after each batch takes as long as the universe is large.
+    max_batch = num_ids // (10 if is_long else 40)
+    run_random_operations(model, num_operations, max_batch, tmp_path)
     assert (model.num_rows() > num_rows) == grows

@@ -364,7 +364,7 @@ class ModelledModule:
         contents = table.index_contents()
         slots = contents["digests"].nonzero().flatten()
         places = self._places(contents["ids"][slots])
-        assert len(np.unique(places)) == len(places)
+        assert np.bincount(places).max(initial=0) <= 1
         held.slots[places] = slots.cpu().numpy()
         table.group.write_back()
         stored = slots.to(table.parameter.device)
