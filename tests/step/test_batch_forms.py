@@ -424,7 +424,7 @@ IDS, CLICKS = pairs()[0]
             r"got \[8\]\. A batch of 3 parts is .*BatchLoss",
         ),
         (LOSS, (ONE.dense, ONE.sparse, 2 * CLICKS - 1), ValueError, "from 0 to 1 .* got -1 for"),
-        (LOSS, (IDS, {"a": CLICKS}), TypeError, "one tensor of labels, got dict; give a loss_fn"),
+        (LOSS, (IDS, {"a": CLICKS}), TypeError, "tensor of labels, got dict; give MultiTaskLoss"),
         (F.cross_entropy, (*ONE, CLICKS), TypeError, "weight of each class, and not of samples"),
         (LOSS, (*ONE, CLICKS[:3]), ValueError, "all parts must have one number .* 8, 8 and 8, 3"),
         (nn.BCEWithLogitsLoss, ONE, TypeError, r"got BCEWithLogitsLoss; make one: BCEWithLogitsL"),

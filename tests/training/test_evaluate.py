@@ -15,7 +15,7 @@ from torch import nn
 from tests.support.tiny_model import TinyModel, make_batches
 from tests.support.tolerance import relative_error
 from torchembed.training import evaluate
-from torchembed.training.evaluate import metrics
+from torchembed.training.quality import click_quality
 
 
 def assert_like_sklearn(auc: float, logloss: float, logits: np.ndarray, labels: np.ndarray) -> None:
@@ -44,7 +44,7 @@ def assert_like_sklearn(auc: float, logloss: float, logits: np.ndarray, labels: 
 def test_metrics_with_ties_equal_sklearns(rows: list[tuple[float, bool]]) -> None:
     logits = torch.tensor([logit for logit, _ in rows])
     labels = torch.tensor([float(label) for _, label in rows])
-    result = metrics(logits, labels)
+    result = click_quality(logits, labels)
     assert_like_sklearn(result.auc, result.logloss, logits.numpy(), labels.numpy())
     assert result.num_rows == len(rows)
 
@@ -53,12 +53,12 @@ def test_metrics_of_many_rows_equal_sklearns() -> None:
     logits = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     uniform = torch.rand(200_000, generator=torch.Generator().manual_seed(1))
     labels = (uniform < logits.sigmoid()).float()
-    result = metrics(logits, labels)
+    result = click_quality(logits, labels)
     assert_like_sklearn(result.auc, result.logloss, logits.numpy(), labels.numpy())
 
 
 def test_auc_of_one_kind_of_label_is_nan() -> None:
-    result = metrics(torch.tensor([0.5, -0.5]), torch.ones(2))
+    result = click_quality(torch.tensor([0.5, -0.5]), torch.ones(2))
     assert math.isnan(result.auc)
     assert result.logloss > 0
 
@@ -131,7 +131,7 @@ class OfInputs(nn.Module):
 def test_inputs_with_labels_are_evaluated() -> None:
     x, labels = torch.tensor([-1.0, 2.0, 0.5, -0.5]), torch.tensor([0, 1, 0, 1])
     batches = [({"x": x[:3]}, labels[:3, None]), ({"x": x[3:]}, labels[3:, None])]
-    assert evaluate(OfInputs(1), batches) == metrics(x, labels.float())
+    assert evaluate(OfInputs(1), batches) == click_quality(x, labels.float())
     with pytest.raises(
         ValueError, match=r"one logit for each of the labels, .*\[3, 1\], got \[3, 2\]"
     ):
@@ -166,7 +166,7 @@ def test_models_that_take_the_whole_batch_are_evaluated(form: str) -> None:
     x, y = torch.tensor([-1.0, 2.0, 0.5, -0.5]), torch.tensor([0.0, 1.0, 0.0, 1.0])
     batches = [{"x": x[:3], "y": y[:3], "name": "a"}, {"x": x[3:], "y": y[3:], "name": "b"}]
     model = OfBatch(form)
-    assert evaluate(model, batches, predictions=PREDICTIONS[form]) == metrics(x, y)
+    assert evaluate(model, batches, predictions=PREDICTIONS[form]) == click_quality(x, y)
     assert model.training
     with pytest.raises(TypeError, match=r"with the whole batch, give predictions=lambda output,"):
         evaluate(model, batches)

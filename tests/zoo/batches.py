@@ -218,6 +218,18 @@ def two_tasks(sizes: Sizes, count: int) -> list[dict[str, object]]:
     return found
 
 
+def labels_by_name(sizes: Sizes, count: int) -> list[Batch]:
+    """Clicks with labels of two tasks by name, and a mask of where the second is known."""
+    found = []
+    for batch in clicks(sizes, count):
+        assert batch.dense is not None
+        is_rated = batch.labels > 0
+        rating = batch.dense.sum(1).where(is_rated, torch.nan)
+        labels = {"click": batch.labels, "rating": rating, "is_rated": is_rated}
+        found.append(batch._replace(labels=labels))
+    return found
+
+
 def tuples_of_ids(sizes: Sizes, count: int) -> list[dict[str, Tensor]]:
     """Clicks whose ids are one tensor ``[F, B]``, as separate modules take them."""
     found = []

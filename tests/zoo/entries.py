@@ -16,7 +16,7 @@ from tests.zoo.batches import clicks
 from tests.zoo.sizes import Sizes
 from torchembed.tables import table_of
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Any, Any], Tensor]
 ModelClass = TypeVar("ModelClass", bound=Callable[[Sizes], nn.Module])
 
 

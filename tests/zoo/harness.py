@@ -92,8 +92,10 @@ def plain_step(case: Case, batch: Any) -> Tensor:
             result = case.model(batch)
             loss = result[0] if isinstance(result, tuple) else result
         else:
-            logits = case.model(batch.dense, batch.sparse).reshape(len(batch.labels))
-            loss = case.loss_fn(logits, batch.labels)
+            output = case.model(batch.dense, batch.sparse)
+            if isinstance(output, Tensor):
+                output = output.reshape(len(batch.labels))
+            loss = case.loss_fn(output, batch.labels)
     loss.backward()
     for optimizer in case.optimizers:
         optimizer.step()

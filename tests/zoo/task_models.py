@@ -1,4 +1,4 @@
-"""Models of several tasks, whose loss is their own."""
+"""Models of several tasks: some whose loss is their own, and the library's."""
 
 from typing import Any
 
@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo.batches import two_tasks
-from tests.zoo.entries import Family
-from tests.zoo.pooled_models import Pooled, layers
+import torchembed.models
+from tests.zoo.batches import labels_by_name, two_tasks
+from tests.zoo.entries import Case, Family, adagrad
+from tests.zoo.pooled_models import Pooled, layers, tables
 from tests.zoo.sizes import Sizes
+from torchembed.training import MultiTaskLoss, Task, TaskKind
 
 TASKS = Family("tasks")
 TwoTasks = dict[str, Any]
@@ -105,3 +107,61 @@ class UncertaintyWeights(SharedBottom):
             0
         )
         return (losses * (-self.log_variance).exp() + self.log_variance).sum(), logits
+
+
+BY_NAME = MultiTaskLoss(
+    [
+        Task(name="click", kind=TaskKind.BINARY),
+        Task(name="rating", kind=TaskKind.REGRESSION, weight=0.5, mask="is_rated"),
+    ]
+)
+
+
+def _by_name(model: nn.Module) -> Case:
+    return Case(model=model, optimizers=[adagrad(model)], loss_fn=BY_NAME)
+
+
+@TASKS.habit("the library's shared bottom", labels_by_name)
+def shared_bottom(sizes: Sizes) -> Case:
+    """Outputs and labels by name; the second task's labels are known for some samples."""
+    return _by_name(
+        torchembed.models.SharedBottom(
+            tables(sizes),
+            task_names=["click", "rating"],
+            bottom_layer_sizes=[sizes.hidden],
+            tower_layer_sizes=[8],
+            dense_in_features=sizes.num_dense,
+        )
+    )
+
+
+@TASKS.habit("the library's MMoE", labels_by_name)
+def mmoe(sizes: Sizes) -> Case:
+    """The same with experts that all tasks share."""
+    return _by_name(
+        torchembed.models.MMoE(
+            tables(sizes),
+            task_names=["click", "rating"],
+            num_experts=3,
+            expert_layer_sizes=[sizes.hidden, 8],
+            tower_layer_sizes=[8],
+            dense_in_features=sizes.num_dense,
+        )
+    )
+
+
+@TASKS.habit("the library's PLE", labels_by_name)
+def ple(sizes: Sizes) -> Case:
+    """The same with two levels of experts, some of each task's own."""
+    return _by_name(
+        torchembed.models.PLE(
+            tables(sizes),
+            task_names=["click", "rating"],
+            num_levels=2,
+            num_task_experts=2,
+            num_shared_experts=1,
+            expert_layer_sizes=[sizes.hidden, 8],
+            tower_layer_sizes=[8],
+            dense_in_features=sizes.num_dense,
+        )
+    )

@@ -17,8 +17,10 @@ from torchembed.data.batch import (
     as_labeled_batch,
     as_probabilities,
 )
+from torchembed.data.tasks import task_labels
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.step.batches.batch_layout import num_samples
+from torchembed.step.multi_task_loss import MultiTaskLoss
 
 LabelLoss: TypeAlias = Callable[..., Tensor]
 """``(output, labels)`` to their mean loss ``[]``, or ``(output, labels, weights)`` where batches
@@ -100,13 +102,15 @@ def convert_batch(item: object, loss_fn: LossFunction | None) -> Tree:
             "the third argument of cross_entropy and nll_loss is a weight of each class, and not "
             "of samples; give a loss_fn(output, labels, weights) that weights samples itself"
         )
+    if isinstance(loss_fn, MultiTaskLoss):
+        return batch._replace(labels=task_labels(batch.labels, loss_fn.tasks))
     if not takes_probabilities(loss_fn):
         return batch
     labels = batch.labels
     if not isinstance(labels, Tensor):
         raise TypeError(
             f"a binary cross entropy takes one tensor of labels, got {type(labels).__name__}; give "
-            "a loss_fn(output, labels) that computes the loss of each task"
+            "MultiTaskLoss(tasks), or a loss_fn(output, labels) that computes the loss of each task"
         )
     if batch is not item:
         labels = as_probabilities(labels)

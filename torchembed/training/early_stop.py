@@ -1,4 +1,4 @@
-"""Early stopping: at a target AUC, or when the AUC no longer improves."""
+"""Early stopping: at a target AUC, or when the AUC or another score no longer improves."""
 
 import dataclasses
 import math
@@ -10,15 +10,20 @@ from torch.optim.optimizer import StateDict
 class EarlyStop:
     """Tracks the best AUC and decides when to stop; ranks that pass equal AUCs decide alike.
 
+    Another score that is greater for better models serves as well, such as that of one of several
+    tasks, or their mean, by :meth:`TaskEvaluations.score <torchembed.training.TaskEvaluations>`.
+
     Args:
         target_auc: stop at this AUC or a better one.
         patience: stop after this number of evaluations in a row without an improvement.
         min_improvement: least increase of the AUC that counts as an improvement.
+        score_name: the name of the score, for :attr:`reason`.
     """
 
     target_auc: float | None = None
     patience: int | None = None
     min_improvement: float = 0.0
+    score_name: str = "AUC"
     best_auc: float | None = dataclasses.field(default=None, init=False)
     best_step: int = dataclasses.field(default=0, init=False)
     """Step of the best AUC."""
@@ -50,9 +55,12 @@ class EarlyStop:
     def reason(self) -> str | None:
         """The reason to stop now; None to continue."""
         if self.has_reached_target:
-            return f"AUC {self.best_auc:.5f} reached {self.target_auc}"
+            return f"{self.score_name} {self.best_auc:.5f} reached {self.target_auc}"
         if self.patience is not None and self.num_worse >= self.patience:
-            return f"AUC no better than at step {self.best_step} in {self.num_worse} evaluations"
+            return (
+                f"{self.score_name} no better than at step {self.best_step} in {self.num_worse} "
+                "evaluations"
+            )
         return None
 
     def state_dict(self) -> StateDict:

@@ -1,36 +1,32 @@
-"""AUC and log loss over the held-out rows of all ranks."""
+"""Quality of a model over the held-out rows of all ranks: of clicks, or of each task."""
 
 import contextlib
-import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree
-from torchembed.data.batch import Batch, LabeledInputs, as_labeled_batch, check_clicks
+from torchembed.data.batch import Batch, LabeledInputs, as_labeled_batch
+from torchembed.data.tasks import Task, checked_tasks, task_labels
+from torchembed.step.multi_task_loss import task_output
 from torchembed.tables import model_device
 from torchembed.training.batches import in_step
+from torchembed.training.quality import (
+    Evaluation,
+    TaskEvaluations,
+    click_quality,
+    quality_of_tasks,
+)
 from torchembed.training.stop import StopSignal
 
 _GIVE = "give predictions=lambda output, batch: (logits, labels)"
 
-
-class Evaluation(NamedTuple):
-    """Quality of a model on held-out rows."""
-
-    auc: float
-    """Exact area under the ROC curve; NaN where all labels are equal."""
-    logloss: float
-    """Mean over the rows, natural logarithm."""
-    num_rows: int
-
-
-Predictions = Callable[[Any, Any], tuple[Tensor, Tensor]]
-"""``(output, batch)`` to logits and labels, each ``[N]`` or of one shape with as many elements."""
+Predictions = Callable[[Any, Any], tuple[Any, Any]]
+"""``(output, batch)`` to logits and labels, each ``[N]`` or of one shape with as many elements; of
+several tasks to outputs and labels by name."""
 
 
 @overload
@@ -49,56 +45,88 @@ def evaluate(
 ) -> Evaluation | None: ...
 
 
+@overload
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[object],
+    *,
+    tasks: Sequence[Task],
+    predictions: Predictions | None = None,
+) -> TaskEvaluations: ...
+
+
+@overload
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[object],
+    *,
+    tasks: Sequence[Task],
+    predictions: Predictions | None = None,
+    stop: StopSignal,
+) -> TaskEvaluations | None: ...
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
     batches: Iterable[object],
     *,
+    tasks: Sequence[Task] | None = None,
     predictions: Predictions | None = None,
     stop: StopSignal | None = None,
-) -> Evaluation | None:
-    """Compute AUC and log loss of ``model`` over the batches of all ranks; every rank gets both.
+) -> Evaluation | TaskEvaluations | None:
+    """Compute the quality of ``model`` over the batches of all ranks; every rank gets it.
 
-    Modules are in evaluation mode meanwhile, and each is then set back to its own mode. Logits and
-    labels of all rows are kept on the device, then on the CPU of rank 0.
+    That is AUC and log loss of a model that gives logits of clicks; with ``tasks`` those of each
+    binary task, and mean squared error and R² of each other one. Modules are in evaluation mode
+    meanwhile, and each is then set back to its own mode. Outputs and labels of all rows are kept on
+    the device, then on the CPU of rank 0.
 
     Args:
-        model: gives one logit for each sample; called as ``model(dense, sparse)`` or, for batches
-            ``(inputs, labels)``, as ``model(inputs)``. With ``predictions`` it is called as
-            ``model(batch)`` and may give anything.
+        model: gives one logit for each sample, or with ``tasks`` a mapping with an output for each
+            task; called as ``model(dense, sparse)`` or, for batches ``(inputs, labels)``, as
+            ``model(inputs)``. With ``predictions`` it is called as ``model(batch)`` and may give
+            anything.
         batches: as for :func:`in_step`; or ``(inputs, labels)`` and, with ``predictions``, batches
             of any form that :class:`TrainPipeline` takes, of which every rank has equally many.
             torchmetrics must be installed.
+        tasks: of a model of several; labels are then a mapping, as for
+            :class:`~torchembed.training.MultiTaskLoss`, and those of binary tasks are 0 or 1.
         predictions: ``(output, batch)`` to logits and labels, for models that are trained with
             ``BatchLoss`` or give their loss: ``lambda output, batch: (output["logits"],
-            batch["label"])``. The batch is as the model left it.
+            batch["label"])``. The batch is as the model left it. With ``tasks`` both are mappings.
         stop: once a rank is asked to stop, all ranks end after their current batch, and the result
             is None.
 
     Raises:
-        FloatingPointError: where a logit is not finite.
-        TypeError: for batches of another form, and where ``predictions`` gives no two tensors.
-        ValueError: where there is no row, a label is neither 0 nor 1, or there is not one logit for
-            each label.
+        FloatingPointError: where an output is not finite.
+        TypeError: for batches of another form, where ``predictions`` gives no two tensors, and
+            where outputs or labels of tasks are no mappings.
+        ValueError: where there is no row, a label of a click is neither 0 nor 1, or there is not
+            one output for each label; for a task without outputs or labels, and for labels of an
+            unknown task.
     """
-    logits, labels = [], []
+    of_tasks = None if tasks is None else checked_tasks(tasks)
+    num_columns = 2 if of_tasks is None else 3 * len(of_tasks)
     device = model_device(model)
+    local = [torch.empty(0, num_columns, device=device)]
     with _evaluation_mode(model):
         convert = _as_evaluated if predictions is None else _as_it_is
         for batch in in_step(batches, device, stop=stop, convert=convert):
             if predictions is None:
-                output, of_batch = _predicted(model, batch)
+                output, labels = _called(model, batch), batch.labels
             else:
-                output, of_batch = _checked(predictions(model(batch), batch))
-            logits.append(output.reshape(-1).float().to(device))
-            labels.append(of_batch.reshape(-1).float().to(device))
+                output, labels = _two_parts(predictions(model(batch), batch), of_tasks is not None)
+            if of_tasks is None:
+                columns = _columns(output, labels, is_predicted=predictions is not None)
+            else:
+                columns = _columns_of_tasks(output, labels, of_tasks)
+            local.append(torch.stack([c.reshape(-1).float().to(device) for c in columns], dim=1))
     if stop is not None and stop.is_agreed:
         return None
-    empty = torch.empty(0, device=device)
-    local = torch.stack([torch.cat([empty, *logits]), torch.cat([empty, *labels])], dim=1).cpu()
-    rows = ranks.gather_on_first_rank(local)
+    rows = ranks.gather_on_first_rank(torch.cat(local).cpu())
     # An error on rank 0 is sent as a result: the others are waiting for one.
-    result = ranks.from_first_rank(None if rows is None else _try_metrics(*rows.unbind(1)))
+    result = ranks.from_first_rank(None if rows is None else _try_quality(rows, of_tasks))
     if isinstance(result, Exception):
         raise result
     return result
@@ -123,36 +151,50 @@ def _as_evaluated(item: object) -> Batch | LabeledInputs:
     )
 
 
-def _predicted(model: nn.Module, batch: Batch | LabeledInputs) -> tuple[Tensor, Tensor]:
-    """The logits of ``model``, and labels."""
+def _called(model: nn.Module, batch: Batch | LabeledInputs) -> Tree:
+    """The output of ``model``."""
     if isinstance(batch, LabeledInputs):
-        output = model(batch.inputs)
-    else:
-        output = model(batch.dense, batch.sparse)
-    labels = torch.as_tensor(batch.labels)
-    if not isinstance(output, Tensor) or output.numel() != labels.numel():
-        given = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(
-            "model must give one logit for each of the labels, of shape "
-            f"{list(labels.shape)}, got {given}; wrap it in a module that gives the logits to "
-            f"evaluate. Where it is called with the whole batch, {_GIVE}"
-        )
-    return output, labels
+        return model(batch.inputs)
+    return model(batch.dense, batch.sparse)
 
 
-def _checked(found: object) -> tuple[Tensor, Tensor]:
-    """Logits and labels that ``predictions`` gave."""
+def _two_parts(found: object, are_of_tasks: bool) -> tuple[Tree, Tree]:
+    """What ``predictions`` gave."""
     parts = found if isinstance(found, (tuple, list)) else (found,)
-    if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
+    if len(parts) != 2 or not (are_of_tasks or all(isinstance(part, Tensor) for part in parts)):
         given = ", ".join(type(part).__name__ for part in parts)
-        raise TypeError(f"predictions must give two tensors, (logits, labels), got {given}")
-    logits, labels = parts
-    if logits.numel() != labels.numel():
+        wanted = "outputs and labels by name" if are_of_tasks else "two tensors, (logits, labels)"
+        raise TypeError(f"predictions must give {wanted}, got {given}")
+    return parts[0], parts[1]
+
+
+def _columns(output: Tree, labels: Tree, *, is_predicted: bool) -> tuple[Tensor, Tensor]:
+    """Logits and labels of clicks, as many of each."""
+    labels = torch.as_tensor(labels)
+    if isinstance(output, Tensor) and output.numel() == labels.numel():
+        return output, labels
+    given = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if is_predicted:
         raise ValueError(
-            "predictions must give one logit for each label, got logits "
-            f"{list(logits.shape)} and labels {list(labels.shape)}"
+            f"predictions must give one logit for each label, got logits {given} and labels "
+            f"{list(labels.shape)}"
         )
-    return logits, labels
+    raise ValueError(
+        "model must give one logit for each of the labels, of shape "
+        f"{list(labels.shape)}, got {given}; wrap it in a module that gives the logits to "
+        f"evaluate, or give tasks. Where it is called with the whole batch, {_GIVE}"
+    )
+
+
+def _columns_of_tasks(output: Tree, labels: Tree, tasks: Sequence[Task]) -> list[Tensor]:
+    """Of each task its output, its labels, and where these are known."""
+    of_tasks = task_labels(labels, tasks)
+    columns: list[Tensor] = []
+    for task in tasks:
+        expected = of_tasks[task.name]
+        known = torch.ones_like(expected) if task.mask is None else of_tasks[task.mask]
+        columns += [task_output(output, task, expected), expected, known]
+    return columns
 
 
 @contextlib.contextmanager
@@ -168,29 +210,10 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
-def _try_metrics(logits: Tensor, labels: Tensor) -> Evaluation | Exception:
+def _try_quality(
+    rows: Tensor, tasks: Sequence[Task] | None
+) -> Evaluation | TaskEvaluations | Exception:
     try:
-        return metrics(logits, labels)
+        return click_quality(*rows.unbind(1)) if tasks is None else quality_of_tasks(rows, tasks)
     except (ValueError, FloatingPointError) as error:
         return error
-
-
-def metrics(logits: Tensor, labels: Tensor) -> Evaluation:
-    """Compute AUC and log loss of ``logits [N]`` for ``labels [N]`` in float64, on one process."""
-    from torchmetrics.functional.classification import binary_auroc
-
-    if not len(logits):
-        raise ValueError("there must be at least one held-out row, got none on any rank")
-    num_bad = int((~logits.isfinite()).sum())
-    if num_bad:
-        raise FloatingPointError(
-            f"{num_bad} of {len(logits)} logits are not finite: training diverged; lower the "
-            "learning rate, or look for bad dense features"
-        )
-    check_clicks(labels)
-    logits, labels = logits.double(), labels.double()
-    logloss = F.binary_cross_entropy_with_logits(logits, labels).item()
-    auc = math.nan
-    if 0 < labels.sum() < len(labels):
-        auc = binary_auroc(logits.sigmoid(), labels.long(), thresholds=None).item()
-    return Evaluation(auc, logloss, len(logits))

@@ -3,14 +3,14 @@
 import collections
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from torchembed.core.ranks import rank, sum_over_ranks, world_size
-from torchembed.training.evaluate import Evaluation
+from torchembed.training.quality import Evaluation, RegressionEvaluation, TaskEvaluations
 
 
 class LossPoint(NamedTuple):
@@ -24,7 +24,7 @@ class HeldOutPoint(NamedTuple):
     """Evaluation on held-out rows after ``step`` steps."""
 
     step: int
-    evaluation: Evaluation
+    evaluation: Evaluation | TaskEvaluations
 
 
 class _Reading(NamedTuple):
@@ -162,7 +162,7 @@ class History:
             "num_samples": self.num_samples,
             "seconds": self.seconds,
             "losses": [list(point) for point in self.losses],
-            "held_out": [[point.step, *point.evaluation] for point in self.held_out],
+            "held_out": [[point.step, *_as_numbers(point.evaluation)] for point in self.held_out],
             "num_ranks": world_size(),
             "unread": [unread, samples],
             "unread_steps": steps,
@@ -178,8 +178,7 @@ class History:
         self.seconds = state_dict["seconds"]
         self.losses = [LossPoint(*point) for point in state_dict["losses"]]
         self.held_out = [
-            HeldOutPoint(step, Evaluation(*evaluation))
-            for step, *evaluation in state_dict["held_out"]
+            HeldOutPoint(step, _from_numbers(numbers)) for step, *numbers in state_dict["held_out"]
         ]
         self._readings.clear()
         self._loss_sum, self._unread_samples = None, 0
@@ -188,6 +187,23 @@ class History:
             unread, self._unread_samples = state_dict["unread"]
             self._loss_sum = torch.tensor(unread)
 
-    def add_evaluation(self, evaluation: Evaluation) -> None:
+    def add_evaluation(self, evaluation: Evaluation | TaskEvaluations) -> None:
         """Add an evaluation after the current step."""
         self.held_out.append(HeldOutPoint(self.num_steps, evaluation))
+
+
+def _as_numbers(evaluation: Evaluation | TaskEvaluations) -> list[Any]:
+    """The numbers of an evaluation; of several tasks, in one mapping, those of each by name."""
+    if isinstance(evaluation, Evaluation):
+        return list(evaluation)
+    return [{task: found._asdict() for task, found in evaluation.items()}]
+
+
+def _from_numbers(numbers: list[Any]) -> Evaluation | TaskEvaluations:
+    """The evaluation of :func:`_as_numbers`."""
+    if len(numbers) > 1:
+        return Evaluation(*numbers)
+    return TaskEvaluations(
+        (task, Evaluation(**found) if "auc" in found else RegressionEvaluation(**found))
+        for task, found in numbers[0].items()
+    )

@@ -1,0 +1,98 @@
+"""``TaskTowers``: the base of models of several tasks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchembed.core.features import Features
+from torchembed.models.pooled import pooled_dims
+from torchembed.modules.dense.mlp import MLP
+
+
+class TaskTowers(nn.Module):
+    """Base of models of several tasks: a tower for each task over a vector that is made for it.
+
+    The output is a mapping by the names of the tasks: a logit of a binary task, a prediction of
+    another one. Subclasses make the vectors, in :meth:`vectors`.
+
+    Args:
+        embedding_bag_collection: looks up and pools the sparse features; torchembed's or
+            TorchRec's.
+        task_names: a name for each task, all different.
+        in_features: width of the vectors.
+        tower_layer_sizes: widths of a tower's hidden layers, before its output; may be empty.
+        dropout: dropout rate of these layers.
+        dense_in_features: number of dense features, which come before the embeddings.
+        dense_device: device of the parameters other than the tables'.
+
+    Raises:
+        ValueError: for no task, or names that are not different.
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: nn.Module,
+        *,
+        task_names: Sequence[str],
+        in_features: int,
+        tower_layer_sizes: Sequence[int],
+        dropout: float,
+        dense_in_features: int,
+        dense_device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        if not task_names or len(set(task_names)) != len(task_names):
+            raise ValueError(
+                f"task_names must be different and at least one, got {list(task_names)}"
+            )
+        self.embedding_bag_collection = embedding_bag_collection
+        # Not by name: a task may have a name, as "forward", that modules use themselves.
+        self.towers = nn.ModuleList(
+            MLP(
+                in_features,
+                [*tower_layer_sizes, 1],
+                activation_on_last=False,
+                dropout=dropout,
+                device=dense_device,
+            )
+            for _ in task_names
+        )
+        self.task_names = tuple(task_names)
+        self._dense_in_features = dense_in_features
+
+    def vectors(self, x: Tensor) -> list[Tensor]:
+        """The vector ``[B, in_features]`` of each task, of dense features and embeddings
+        ``[B, N]``."""
+        raise NotImplementedError
+
+    def forward(
+        self, dense_features: Tensor | None, sparse_features: Features
+    ) -> dict[str, Tensor]:
+        """Compute the outputs of a batch.
+
+        Args:
+            dense_features: ``[B, dense_in_features]``; ignored where the model has none.
+            sparse_features: the embedding bag collection's argument.
+
+        Returns:
+            A tensor ``[B]`` for each task, by its name.
+
+        Raises:
+            ValueError: where the model has dense features and the batch has none.
+        """
+        x = self.embedding_bag_collection(sparse_features).values()
+        if self._dense_in_features:
+            if dense_features is None:
+                raise ValueError(f"dense_features must be [B, {self._dense_in_features}], got None")
+            x = torch.cat([dense_features, x], dim=1)
+        outputs = [
+            tower(vector).squeeze(1)
+            for tower, vector in zip(self.towers, self.vectors(x), strict=True)
+        ]
+        return dict(zip(self.task_names, outputs, strict=True))
+
+
+def input_width(embedding_bag_collection: nn.Module, dense_in_features: int) -> int:
+    """Width of the dense features and all embeddings of a sample, side by side."""
+    return dense_in_features + sum(pooled_dims(embedding_bag_collection))
