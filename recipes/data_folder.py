@@ -3,10 +3,12 @@
 import os
 from pathlib import Path
 
+from torchembed.data.data_path import DataPath, data_path
+
 _BESIDE_THE_CHECKOUT = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-def find_data(*files: str, data: Path | None) -> Path:
+def find_data(*files: str, data: DataPath | str | None) -> DataPath:
     """The path of the first of ``files`` that is there, such as ``ml-1m/users.dat``.
 
     Looks in the folder ``data`` (which may be ``ml-1m`` itself) if one is given, else in that of
@@ -14,12 +16,12 @@ def find_data(*files: str, data: Path | None) -> Path:
 
     Args:
         files: one data set in each of the formats that a recipe reads.
-        data: the folder.
+        data: the folder, or its URL.
 
     Raises:
         FileNotFoundError: where none is there; says what is needed, and how to name the folder.
     """
-    root = data or Path(os.environ.get("TORCHEMBED_DATA", _BESIDE_THE_CHECKOUT))
+    root = data_path(data or os.environ.get("TORCHEMBED_DATA", _BESIDE_THE_CHECKOUT))
     for file in files:
         for path in (root / file, root / Path(file).name):
             if path.is_file():

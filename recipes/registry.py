@@ -16,8 +16,9 @@ from recipes.result import Result, Stopped
 class Recipe(NamedTuple):
     """A run of a model on data."""
 
-    config: Callable[[Path | None], Any]
-    """From the data's folder or file, if one was named, to the full config, a frozen dataclass."""
+    config: Callable[[str | Path | None], Any]
+    """From the data's folder or file, or its URL, if one was named, to the full config, a frozen
+    dataclass."""
     run: Callable[[Any, torch.device, Path], Result | Stopped]
     """Trains, on every rank, from the config, this rank's device and the output folder, which is
     empty or holds an earlier part of the run to go on with."""

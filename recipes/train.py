@@ -26,6 +26,7 @@ from recipes.ranks import joined_ranks
 from recipes.registry import RECIPES
 from recipes.result import Result, result_line
 from torchembed.core import ranks
+from torchembed.data.data_path import data_path
 from torchembed.training import check_ranks_agree, source_files
 
 STOPPED_EXIT_CODE = 75
@@ -59,9 +60,9 @@ def parse(arguments: Sequence[str]) -> Command:
     if found.resume is not None:
         folder = newest_run(name) if found.resume is True else found.resume
         options = [*earlier_arguments(folder, name), *options, "--output", str(folder)]
-    finder.add_argument("--data", type=Path)
+    finder.add_argument("--data")
     data = finder.parse_known_args(options)[0].data
-    if data is not None and not data.exists():
+    if data is not None and not data_path(data).exists():
         raise FileNotFoundError(f"--data names {data}, and there is no such file or folder")
     default = RECIPES[name].config(data)
     config = tyro.cli(

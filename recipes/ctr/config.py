@@ -12,9 +12,10 @@ from torchembed.sharding import Placement
 class CtrConfig:
     """A run, wholly: one training for each seed, stopped early; the result is their mean."""
 
-    data: Path | None = None
-    """The folder of the data, as published; without it TORCHEMBED_DATA, or ../shared/data beside
-    the checkout."""
+    # A string first: the command line takes the first that fits, and a Path takes a slash of URLs.
+    data: str | Path | None = None
+    """The folder of the data, as published, or its URL; without it TORCHEMBED_DATA, or
+    ../shared/data beside the checkout."""
     output: Path | None = None
     """A folder for checkpoints and pictures; without it runs/<recipe>-<time>."""
     seeds: tuple[int, ...] = (1, 2, 3)

@@ -18,6 +18,7 @@ from recipes.ctr.run import run_seeds
 from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
 from recipes.result import Result, Stopped
+from torchembed.data.data_path import DataPath
 
 FIELDS = (
     "user",
@@ -38,7 +39,7 @@ COLUMNS = ("label", *FIELDS)
 PARTS = ("train", "valid", "test")
 
 
-def config(data: Path | None = None) -> CtrConfig:
+def config(data: str | Path | None = None) -> CtrConfig:
     """DCNv2 on Frappe_x1, mean of three seeds.
 
     The data are Frappe_x1 as BARS publishes it: train.csv, valid.csv and test.csv, in --data or in
@@ -66,7 +67,7 @@ def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopp
     return run_seeds(config, lambda seed: splits, device, output)
 
 
-def read(path: Path) -> Splits:
+def read(path: DataPath) -> Splits:
     """The rows of ``path``: ``train.csv``, with the other two beside it, or an ``.npz`` file.
 
     The files' ids are numbered through all fields, and are the raw ids; here each field's begin at
@@ -88,7 +89,7 @@ def read(path: Path) -> Splits:
     return Splits(Rows(features=features, labels=labels), *numbers)
 
 
-def _read_csv(folder: Path) -> list[NDArray[np.int64]]:
+def _read_csv(folder: DataPath) -> list[NDArray[np.int64]]:
     """Label and ids of each row, ``[rows, 11]``, of each part."""
     parts = []
     for part in PARTS:
@@ -107,8 +108,8 @@ def _read_csv(folder: Path) -> list[NDArray[np.int64]]:
     return parts
 
 
-def _read_npz(path: Path) -> list[NDArray[np.int64]]:
-    with np.load(path) as arrays:
+def _read_npz(path: DataPath) -> list[NDArray[np.int64]]:
+    with path.open("rb") as file, np.load(file) as arrays:
         return [
             np.column_stack([arrays[f"{part}_y"], arrays[f"{part}_x"]]).astype(np.int64)
             for part in PARTS

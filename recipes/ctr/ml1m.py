@@ -21,6 +21,7 @@ from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
 from recipes.result import Result, Stopped
 from torchembed.data import text_ids
+from torchembed.data.data_path import DataPath
 
 FILES = ("ml-1m/ratings.dat", "ml-1m/ratings.npz")
 _USERS = ("UserID", "Gender", "Age", "Occupation", "Zip-code")
@@ -29,7 +30,7 @@ _RATINGS = ("UserID", "MovieID", "Rating", "Timestamp")
 _TITLE_WITH_YEAR = re.compile(r".*\((\d{4})\)")
 
 
-def config(data: Path | None = None) -> CtrConfig:
+def config(data: str | Path | None = None) -> CtrConfig:
     """DCNv2 on MovieLens-1M, mean of three seeds.
 
     The data are GroupLens' ml-1m as published: ratings.dat (UserID::MovieID::Rating::Timestamp),
@@ -62,7 +63,7 @@ def divide(rows: Rows, seed: int) -> Splits:
     return Splits(rows, train, validation, test)
 
 
-def read(path: Path) -> Rows:
+def read(path: DataPath) -> Rows:
     """The ratings other than 3 of ``path``, with ``users.dat`` and ``movies.dat`` beside it.
 
     Genres are a bag for each movie; all other fields have one id for each rating. Raw ids are the
@@ -110,10 +111,10 @@ def read(path: Path) -> Rows:
     )
 
 
-def _read_ratings(path: Path) -> NDArray[np.int64]:
+def _read_ratings(path: DataPath) -> NDArray[np.int64]:
     """User, movie and rating of each line or row, ``[rows, 3]``."""
     if path.suffix == ".npz":
-        with np.load(path) as arrays:
+        with path.open("rb") as file, np.load(file) as arrays:
             names = ("user", "movie", "rating")
             ratings = np.column_stack([arrays[name] for name in names]).astype(np.int64)
     else:
@@ -125,7 +126,7 @@ def _read_ratings(path: Path) -> NDArray[np.int64]:
     return ratings
 
 
-def _read_table(path: Path, columns: Sequence[str]) -> list[list[str]]:
+def _read_table(path: DataPath, columns: Sequence[str]) -> list[list[str]]:
     """The lines of a file of ``::``-separated columns; the first is a number, and ascends."""
     with path.open(encoding="latin-1") as file:
         table = [line.rstrip("\n").split("::") for line in file]
@@ -147,7 +148,9 @@ def _read_table(path: Path, columns: Sequence[str]) -> list[list[str]]:
     return table
 
 
-def _positions(path: Path, numbers: NDArray[np.int64], table: list[list[str]], name: str) -> Tensor:
+def _positions(
+    path: DataPath, numbers: NDArray[np.int64], table: list[list[str]], name: str
+) -> Tensor:
     """Positions of the rows of ``table``, of the file ``name``, that begin with ``numbers``."""
     known = _numbers(table).numpy()
     positions = np.searchsorted(known, numbers).clip(max=len(known) - 1)
@@ -164,7 +167,7 @@ def _numbers(table: list[list[str]]) -> Tensor:
     return torch.tensor([int(first) for first, *_ in table])
 
 
-def _year(path: Path, line: int, title: str) -> str:
+def _year(path: DataPath, line: int, title: str) -> str:
     match = _TITLE_WITH_YEAR.fullmatch(title)
     if match is None:
         raise ValueError(

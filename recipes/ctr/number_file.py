@@ -1,15 +1,16 @@
 """Text files with an integer in every field."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchembed.data.data_path import DataPath
+
 
 def read_numbers(
-    path: Path, columns: Sequence[str], *, separator: str, has_header: bool = False
+    path: DataPath, columns: Sequence[str], *, separator: str, has_header: bool = False
 ) -> NDArray[np.int64]:
     """The rows of a text file, ``[rows, columns]``; lines may end as on Unix or on Windows.
 
@@ -46,7 +47,7 @@ def read_numbers(
 
 
 def _raise_bad_line(
-    path: Path,
+    path: DataPath,
     columns: Sequence[str],
     separator: str,
     lines: Sequence[str],

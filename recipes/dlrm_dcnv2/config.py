@@ -9,6 +9,7 @@ from recipes.dynamic import DEFAULT_EVICTION, DEFAULT_SHARED, Eviction, check_dy
 from recipes.host_memory import check_cached
 from recipes.precision import Precision
 from torchembed.data import MLPERF_TABLE_SIZES, ClickLogConfig
+from torchembed.data.data_path import data_path
 from torchembed.data.mlperf import mlperf_days
 from torchembed.sharding import Placement
 from torchembed.training import EarlyStop, LearningRate
@@ -23,8 +24,9 @@ _NOT_DAILY = (
 class DlrmConfig:
     """A run, wholly. Text, Parquet or MLPerf's files, told apart by their names, or a made log."""
 
-    data: Path | None = None
-    """A folder or file of clicks; without it the made click log."""
+    # A string first: the command line takes the first that fits, and a Path takes a slash of URLs.
+    data: str | Path | None = None
+    """A folder or file of clicks, or its URL; without it the made click log."""
     output: Path | None = None
     """A folder for checkpoint and picture; without it runs/<recipe>-<time>."""
     click_log: ClickLogConfig = ClickLogConfig()
@@ -170,7 +172,7 @@ class DlrmConfig:
         return EarlyStop(target_auc=self.target_auc, patience=self.patience)
 
 
-def quickstart(data: Path | None = None) -> DlrmConfig:
+def quickstart(data: str | Path | None = None) -> DlrmConfig:
     """A small model and a made click log: minutes on two CPU cores, and near the best AUC."""
     return DlrmConfig(
         data=data,
@@ -196,7 +198,7 @@ _KAGGLE_NUM_IDS = (
 # fmt: on
 
 
-def criteo_kaggle(data: Path | None = None) -> DlrmConfig:
+def criteo_kaggle(data: str | Path | None = None) -> DlrmConfig:
     """Criteo's Kaggle data: ids hashed into moderate tables, a small model, one pass."""
     return DlrmConfig(
         data=data,
@@ -213,14 +215,15 @@ def criteo_kaggle(data: Path | None = None) -> DlrmConfig:
     )
 
 
-def mlperf(data: Path | None = None) -> DlrmConfig:
+def mlperf(data: str | Path | None = None) -> DlrmConfig:
     """MLPerf Training's model on Criteo 1TB: 104 GB of rows, and as much of Adagrad's."""
     return DlrmConfig(data=data, evaluate_every=3200, target_auc=0.80275)
 
 
-def fitting(data: Path | None = None) -> DlrmConfig:
+def fitting(data: str | Path | None = None) -> DlrmConfig:
     """The run for MLPerf's files, for other clicks, or without data the quickstart."""
     if data is None:
         return quickstart()
-    is_mlperf = data.is_dir() and bool(mlperf_days(data))
+    path = data_path(data)
+    is_mlperf = path.is_dir() and bool(mlperf_days(path))
     return mlperf(data) if is_mlperf else criteo_kaggle(data)

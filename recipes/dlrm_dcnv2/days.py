@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from recipes.dlrm_dcnv2.resumable import ResumableTraining
 from torchembed.checkpoints import DeltaFolder
 from torchembed.data import BackgroundLoader, BatchSource
 from torchembed.data.criteo_text import text_files
+from torchembed.data.data_path import DataPath, data_path
 from torchembed.data.mlperf import mlperf_days
 from torchembed.data.parquet import parquet_files
 from torchembed.training import (
@@ -23,13 +23,14 @@ from torchembed.training import (
 EXPORTS = "exports"
 
 
-def day_files(path: Path) -> list[Path]:
-    """The files to train on, in order: all of the folder ``path`` but the last, which is held out.
+def day_files(data: DataPath | str) -> list[DataPath]:
+    """The files to train on, in order: all of the folder ``data`` but the last, which is held out.
 
     Raises:
         FileNotFoundError: where there is nothing to read.
         ValueError: where there are fewer than two, or they are MLPerf's.
     """
+    path = data_path(data)
     if path.is_dir() and mlperf_days(path):
         raise ValueError(
             f"data must be days of text or Parquet files to be trained daily, and {path} holds "
@@ -89,9 +90,9 @@ class DailyLoop(ResumableTraining):
     """One training over the files of a log, from the first or from where its checkpoint is; files
     that came to the folder since then are trained, too."""
 
-    files: Sequence[Path]
+    files: Sequence[DataPath]
     """To be trained, in order."""
-    open_day: Callable[[Path], BatchSource]
+    open_day: Callable[[DataPath], BatchSource]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,7 +134,7 @@ class DailyLoop(ResumableTraining):
         every = self.config.checkpoint_every
         return None if every is None else every - self.history.num_steps % every
 
-    def _end_day(self, file: Path, progress: Progress, metrics: MetricsWriter) -> None:
+    def _end_day(self, file: DataPath, progress: Progress, metrics: MetricsWriter) -> None:
         """Evaluate, export and save what a whole day has trained."""
         step, number = self.history.num_steps, len(self.days.names)
         with self.config.precision.context(self.pipeline.device):

@@ -30,18 +30,24 @@ Rows pass through in blocks. What is held at once is one block, or the distinct 
 with their counts. The files appear in the output folder when all of them are whole; until then they
 are in a hidden folder there, with about 60 bytes a row of intermediate files and one feature's
 draws (16 GB for the largest of MLPerf's). A run that is stopped leaves nothing and begins anew.
+
+Both folders may be URLs that fsspec knows, as ``s3://bucket/clicks``. Text is then read in a stream
+and the files are made in a local folder for temporary files (``TMPDIR``), which needs room for all
+of them, and copied when all are whole, ``tables.json`` last: where it is missing, a run was killed
+while it copied, and what it left is to be removed.
 """
 
 import contextlib
 import dataclasses
 import json
 import re
+import secrets
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -57,8 +63,12 @@ from torchembed.data import CAT_NAMES, INT_NAMES, MISSING_ID, MLPERF_HOTNESS, ML
 from torchembed.data.counter_bits import counter_bits
 from torchembed.data.criteo_text import text_files
 from torchembed.data.criteo_text_rows import CriteoRows, parse_block, row_blocks
+from torchembed.data.data_path import DataPath, data_path, is_remote
 from torchembed.data.mlperf_tables import TABLES_FILE
 from torchembed.data.source import FileRows
+
+if TYPE_CHECKING:
+    from upath import UPath
 
 _BLOCK_ROWS = 1 << 17
 _FIRST_NUMBER = 2
@@ -69,10 +79,11 @@ _INFREQUENT = 1
 class PreprocessConfig:
     """Input and output of the preprocessing, and the rules' numbers."""
 
-    input: Path
-    """Folder with the days' text files, or a single such file."""
-    output: Path
-    """Folder for the files; made where it is not there."""
+    # A string first: the command line takes the first that fits, and a Path takes a slash of URLs.
+    input: str | Path
+    """Folder with the days' text files, or a single such file, or its URL."""
+    output: str | Path
+    """Folder for the files, or its URL; made where it is not there."""
     frequency_threshold: int = 0
     """Ids that a column holds fewer times share one row; MLPerf has no threshold."""
     max_rows: int = 40_000_000
@@ -127,8 +138,8 @@ def preprocess(config: PreprocessConfig) -> tuple[int, ...]:
         OSError: where the output folder cannot be written; before anything is read.
         ValueError: for a malformed row or file; names file, row, column and what came.
     """
-    inputs = text_files(config.input)
-    with _work_folder(config.output) as work:
+    inputs, output = text_files(data_path(config.input)), data_path(config.output)
+    with _work_folder(output) as work:
         days = _parse_days(inputs, work, config)
         for day in days:
             _write_labels_and_dense(day, work)
@@ -137,17 +148,41 @@ def preprocess(config: PreprocessConfig) -> tuple[int, ...]:
         (work / TABLES_FILE).write_text(json.dumps(tables))
         for day in days:
             day.rows_path.unlink()
-        for path in sorted(work.iterdir()):
-            path.replace(config.output / path.name)
+        if is_remote(output):
+            _copy_files(work, output)
+        else:
+            for path in sorted(work.iterdir()):
+                path.replace(output / path.name)
     return table_sizes
 
 
+def _copy_files(work: Path, output: "UPath") -> None:
+    """Copy all files of ``work``, ``tables.json`` last; none stay where one of them fails."""
+    begun: list[UPath] = []
+    try:
+        for path in sorted(work.iterdir(), key=lambda path: (path.name == TABLES_FILE, path.name)):
+            begun.append(output / path.name)
+            output.fs.put_file(str(path), begun[-1].path)
+    except BaseException:
+        for path in begun:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+        raise
+
+
 @contextlib.contextmanager
-def _work_folder(output: Path) -> Iterator[Path]:
-    """A folder inside ``output``, on the same disk, so that a file moves up at once and whole."""
+def _work_folder(output: DataPath) -> Iterator[Path]:
+    """A folder inside ``output``, on the same disk, so that a file moves up at once and whole; for
+    a URL a folder of temporary files."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(dir=output, prefix=".preprocess-")
+        if is_remote(output):
+            trial = output / f".preprocess-{secrets.token_hex(8)}"
+            trial.fs.pipe_file(trial.path, b"")
+            trial.unlink()
+            folder = tempfile.TemporaryDirectory(prefix="preprocess-")
+        else:
+            folder = tempfile.TemporaryDirectory(dir=output, prefix=".preprocess-")
     except OSError as error:
         raise OSError(f"output folder {output} can't be written: {error}") from error
     with folder as work:
@@ -159,8 +194,8 @@ def _work_folder(output: Path) -> Iterator[Path]:
         yield Path(work)
 
 
-def _parse_days(inputs: list[Path], work: Path, config: PreprocessConfig) -> list[_Day]:
-    named: dict[str, Path] = {}
+def _parse_days(inputs: list[DataPath], work: Path, config: PreprocessConfig) -> list[_Day]:
+    named: dict[str, DataPath] = {}
     for position, path in enumerate(inputs):
         match = re.match(r"day_\d+", path.name)
         name = match[0] if match else f"day_{position}"
@@ -175,7 +210,7 @@ def _parse_days(inputs: list[Path], work: Path, config: PreprocessConfig) -> lis
     return days
 
 
-def _parse_day(path: Path, name: str, first_row: int, work: Path, *, raw_ids: bool) -> _Day:
+def _parse_day(path: DataPath, name: str, first_row: int, work: Path, *, raw_ids: bool) -> _Day:
     num_rows, min_counts = 0, []
     schema = pa.schema(
         [
@@ -206,7 +241,7 @@ def _parse_day(path: Path, name: str, first_row: int, work: Path, *, raw_ids: bo
     return _Day(name, rows_path, num_rows, min(min_counts))
 
 
-def _check_int32(path: Path, first_row: int, rows: CriteoRows) -> None:
+def _check_int32(path: DataPath, first_row: int, rows: CriteoRows) -> None:
     bad = rows.counts != rows.counts.astype(np.int32)
     if bad.any():
         row, column = divmod(int(bad.argmax()), len(INT_NAMES))

@@ -29,6 +29,7 @@ from torchembed.data import (
     Split,
     open_clicks,
 )
+from torchembed.data.data_path import DataPath
 from torchembed.models import DLRM_DCNv2
 from torchembed.tables import table_of
 from torchembed.training import (
@@ -95,7 +96,7 @@ def run_days(config: DlrmConfig, device: torch.device, output: Path) -> Result |
     assert config.data is not None
     files = day_files(config.data)
 
-    def open_day(file: Path) -> BatchSource:
+    def open_day(file: DataPath) -> BatchSource:
         sizes = table_rows(config, config.table_sizes)
         return open_clicks(file, table_sizes=sizes, **_reading(config))
 

@@ -1,5 +1,6 @@
 """MLPerf's rules, by a plain loop over small rows, by TorchRec's own scripts, and read back."""
 
+import dataclasses
 import gzip
 import json
 import warnings
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from tests.support import reading
+from tests.support.object_stores import download, folder_of_url, upload
 from torchembed.data import MISSING_ID, MLPERF_HOTNESS, MLPERF_TABLE_SIZES, MlperfDays
+from torchembed.data.data_path import data_path
 
 pytest.importorskip("polars", reason="the preprocessing counts ids with polars")
 pytest.importorskip("tyro", reason="the preprocessing has a tyro command line")
@@ -253,6 +256,46 @@ def test_output_is_checked_before_work_starts(tmp_path: Path) -> None:
         preprocess(
             PreprocessConfig(input=tmp_path / "nowhere", output=tmp_path / "new", progress=False)
         )
+
+
+def test_urls_give_the_bytes_of_local_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("upath", reason="URLs are read with universal-pathlib")
+    write_days(tmp_path / "input", [reading.random_rows(20), reading.random_rows(3, seed=1)])
+    local = PreprocessConfig(input=tmp_path / "input", output=tmp_path / "output", progress=False)
+    sizes = preprocess(local)
+    files = {path.name: path.read_bytes() for path in local.output.iterdir()}  # type: ignore[union-attr]
+    with folder_of_url("s3") as url:
+        upload(tmp_path / "input", f"{url}/input")
+        config = PreprocessConfig(
+            input=f"{url}/input", output=f"{url}/output", table_sizes=sizes, progress=False
+        )
+        preprocess(config)
+        assert download(config.output) == files
+        with pytest.raises(FileExistsError, match=rf"{url}/output holds day_0_dense.npy already"):
+            preprocess(config)
+
+        files_of_s3 = data_path(url).fs  # type: ignore[union-attr]
+        put_file = files_of_s3.put_file
+
+        def fail_at_last(source: str, target: str) -> None:
+            if target.endswith("tables.json"):
+                raise OSError("no space left")
+            put_file(source, target)
+
+        monkeypatch.setattr(files_of_s3, "put_file", fail_at_last)
+        stopped = dataclasses.replace(config, output=f"{url}/stopped")
+        with pytest.raises(OSError, match="no space left"):
+            preprocess(stopped)
+        assert download(f"{url}/stopped") == {}
+
+        def refuse(*args: object) -> None:
+            raise PermissionError("Forbidden")
+
+        monkeypatch.setattr(files_of_s3, "pipe_file", refuse)
+        with pytest.raises(OSError, match=rf"output folder {url}/stopped can't be written: Forb"):
+            preprocess(stopped)
 
 
 def test_day_that_is_there_twice_is_named(tmp_path: Path) -> None:

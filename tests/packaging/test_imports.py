@@ -10,6 +10,7 @@ from tests.support.source_tree import ROOT, run_python_or_fail
 OPTIONAL = (
     *("triton", "torchrec", "fbgemm_gpu", "torchmetrics", "matplotlib"),
     *("polars", "pyarrow", "tqdm", "tyro", "sklearn", "rocksdict"),
+    *("upath", "s3fs"),
 )
 
 

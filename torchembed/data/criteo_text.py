@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.data import criteo_text_rows as text
 from torchembed.data.batch import Batch
 from torchembed.data.criteo import CAT_NAMES, INT_NAMES
+from torchembed.data.data_path import DataPath, data_path
 from torchembed.data.raw_ids import MISSING_ID
 from torchembed.data.source import (
     BatchSource,
@@ -29,7 +29,7 @@ _TEXT_FILE = re.compile(r".*\.(txt|tsv)(\.gz)?")
 _KAGGLE_FILE = re.compile(r"train\.txt(\.gz)?")
 
 
-def text_files(path: Path) -> list[Path]:
+def text_files(path: DataPath) -> list[DataPath]:
     """The text files of a click log, in order.
 
     A folder with ``train.txt`` is Kaggle's, and that file is all (its ``test.txt`` has no labels);
@@ -67,7 +67,8 @@ class CriteoText(BatchSource):
     take a first pass over the files that counts rows.
 
     Args:
-        path: a file or a folder, see :func:`text_files`; plain or gzip.
+        path: a file or a folder, or its URL, see :func:`text_files`; plain or gzip. Text behind a
+            URL is read as a stream.
         batch_size: samples a batch on this rank.
         table_sizes: rows of all tables, or of each of the 26.
         split: which rows to read.
@@ -87,7 +88,7 @@ class CriteoText(BatchSource):
 
     def __init__(
         self,
-        path: Path | str,
+        path: DataPath | str,
         *,
         batch_size: int,
         table_sizes: int | Sequence[int],
@@ -107,7 +108,7 @@ class CriteoText(BatchSource):
             raw_ids=raw_ids,
         )
         self._sizes = np.array(self.table_sizes, np.int64)
-        self._files = choose_rows(text_files(Path(path)), split, held_out, text.count_rows)
+        self._files = choose_rows(text_files(data_path(path)), split, held_out, text.count_rows)
 
     @cached_property
     def num_rows(self) -> int:  # type: ignore[override] - counted when it is asked for

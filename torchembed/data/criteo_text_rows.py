@@ -9,13 +9,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import islice
-from pathlib import Path
 from typing import IO, NamedTuple, NoReturn, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchembed.data.criteo import CAT_NAMES, INT_NAMES
+from torchembed.data.data_path import DataPath, is_remote
 from torchembed.data.source import FileRows
 
 COLUMN_NAMES = ("label", *INT_NAMES, *CAT_NAMES)
@@ -31,13 +31,15 @@ _FIELDS = (
 """A pattern for each column, and what it requires, in words."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_BYTES = 4 << 20
+_REMOTE_BLOCK_BYTES = 4 << 20
+"""Text that is asked for at once of a file behind a URL."""
 _MAX_ROW_CHARACTERS = 1 << 16
 
 
 class TextRows(NamedTuple):
     """Whole rows of one file."""
 
-    path: Path
+    path: DataPath
     first_row: int
     """Position of the first of them in the file, from 0."""
     lines: list[str]
@@ -55,16 +57,23 @@ class CriteoRows(NamedTuple):
     """``[rows, 26]``, in ``[0, 2**32)`` or the number of a missing id."""
 
 
+def _opened(path: DataPath) -> io.BufferedReader:
+    """A file, read from its beginning on; a remote one a block at a time, as it is asked for."""
+    if not is_remote(path):
+        return path.open("rb")
+    # Some servers give their files as one stream, in which nobody can go back.
+    return io.BufferedReader(path.open("rb", block_size=_REMOTE_BLOCK_BYTES))  # type: ignore[arg-type]
+
+
 @contextlib.contextmanager
-def _decompressed(path: Path) -> Iterator[IO[bytes]]:
+def _decompressed(path: DataPath) -> Iterator[IO[bytes]]:
     """The decompressed text of ``path``; gzip is known by its first bytes.
 
     Raises:
         ValueError: inside the context, where a compressed file is cut off or damaged.
     """
-    with open(path, "rb") as file:
-        is_compressed = file.read(2) == _GZIP_MAGIC
-        file.seek(0)
+    with _opened(path) as file:
+        is_compressed = file.peek(2)[:2] == _GZIP_MAGIC
         try:
             yield gzip.GzipFile(fileobj=file) if is_compressed else file  # type: ignore[misc]
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -74,22 +83,24 @@ def _decompressed(path: Path) -> Iterator[IO[bytes]]:
             ) from error
 
 
-def _raise_empty(path: Path) -> NoReturn:
+def _raise_empty(path: DataPath) -> NoReturn:
     raise ValueError(f"{path} is empty; it must hold rows of {NUM_COLUMNS} columns")
 
 
-def count_rows(path: Path) -> int:
+def count_rows(path: DataPath) -> int:
     """Rows of a text file, by one pass over it; remembered until the file changes.
 
     Raises:
         ValueError: where the file is empty, or a compressed one is cut off or damaged.
     """
+    if is_remote(path):
+        return _count_rows(path, path.fs.size(path.path), path.fs.ukey(path.path))
     status = path.stat()
     return _count_rows(path, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache
-def _count_rows(path: Path, _size: int, _mtime_ns: int) -> int:
+def _count_rows(path: DataPath, _size: int | None, _state: int | str) -> int:
     num_rows, last = 0, b""
     with _decompressed(path) as text:
         while chunk := text.read(_CHUNK_BYTES):
@@ -137,7 +148,7 @@ def row_blocks(
         yield block
 
 
-def _lines(path: Path, text: TextIO) -> Iterator[str]:
+def _lines(path: DataPath, text: TextIO) -> Iterator[str]:
     # With a limit, so that a file without newlines is not read into one string.
     limited = iter(partial(text.readline, _MAX_ROW_CHARACTERS), "")
     for row, line in enumerate(limited, 1):

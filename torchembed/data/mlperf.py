@@ -1,9 +1,8 @@
-"""Batches from MLPerf's preprocessed Criteo 1TB: three arrays a day, mapped into memory."""
+"""Batches from MLPerf's preprocessed Criteo 1TB: three arrays a day, read where they lie."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -14,7 +13,8 @@ from torchembed.core.features import SparseFeatures
 from torchembed.data.batch import Batch
 from torchembed.data.batch_memory import empty
 from torchembed.data.criteo import CAT_NAMES, INT_NAMES, MLPERF_TABLE_SIZES
-from torchembed.data.mapped_npz import map_npy, map_npz
+from torchembed.data.data_path import DataPath, data_path
+from torchembed.data.mapped_npz import StoredArray, map_npy, map_npz, read_arrays
 from torchembed.data.mlperf_tables import TABLES_FILE, Tables, read_tables
 from torchembed.data.source import (
     BatchSource,
@@ -33,12 +33,13 @@ _DAY_FILE = re.compile(r"(day_\d+)_(dense\.npy|labels\.npy|sparse_multi_hot\.npz
 class _Day(NamedTuple):
     """Rows of one day, not yet read."""
 
-    path: Path
+    path: DataPath
     """Its files' names begin with this."""
     first_row: int
-    dense: NDArray[np.float32]
-    labels: NDArray[Any]
-    sparse: list[NDArray[np.int32] | NDArray[np.int64]]
+    dense: StoredArray
+    labels: StoredArray
+    """``[rows]`` or ``[rows, 1]``."""
+    sparse: list[StoredArray]
 
     def slice(self, start: int, stop: int) -> "_Day":
         return _Day(
@@ -49,8 +50,23 @@ class _Day(NamedTuple):
             [column[start:stop] for column in self.sparse],
         )
 
+    def read(self) -> "_DayRows":
+        """These rows' numbers; of mapped files, views of them."""
+        dense, labels, *sparse = read_arrays([self.dense, self.labels, *self.sparse])
+        return _DayRows(self.path, self.first_row, dense, labels.reshape(-1), sparse)
 
-def mlperf_days(folder: Path) -> list[Path]:
+
+class _DayRows(NamedTuple):
+    """Rows of one day."""
+
+    path: DataPath
+    first_row: int
+    dense: NDArray[np.float32]
+    labels: NDArray[Any]
+    sparse: list[NDArray[Any]]
+
+
+def mlperf_days(folder: DataPath) -> list[DataPath]:
     """``folder/day_0``, ``folder/day_1``, ...: how the names of each day's files begin.
 
     A day counts where any of its three files is there; empty where the folder has none.
@@ -76,7 +92,7 @@ class MlperfDays(BatchSource):
     days are numbered without gaps. Held out is the last day; validation and test are its halves.
 
     Args:
-        folder: where the files are.
+        folder: where the files are, or its URL, behind which only the rows of a batch are read.
         batch_size: samples a batch on this rank.
         table_sizes: rows of all tables, or of each; where None, those of ``tables.json`` in the
             folder, and MLPerf's where that is not there.
@@ -96,7 +112,7 @@ class MlperfDays(BatchSource):
 
     def __init__(
         self,
-        folder: Path | str,
+        folder: DataPath | str,
         *,
         batch_size: int,
         table_sizes: int | Sequence[int] | None = None,
@@ -106,7 +122,7 @@ class MlperfDays(BatchSource):
         world_size: int = 1,
         raw_ids: bool = False,
     ) -> None:
-        folder = Path(folder)
+        folder = data_path(folder)
         if not folder.is_dir() or not (paths := mlperf_days(folder)):
             raise FileNotFoundError(f"{folder} must be a folder that holds day_0_dense.npy, ...")
         days = {path: _open_day(path) for path in paths}
@@ -142,12 +158,13 @@ class MlperfDays(BatchSource):
         return (partial(self._batch, first_row) for first_row in self._blocks(self.num_rows, after))
 
     def _batch(self, first_row: int) -> Batch:
-        parts, start = [], first_row
+        slices, start = [], first_row
         stop = min(first_row + self.batch_size, self.num_rows)
         for day in self._days:
             if start < len(day.dense) and stop > 0:
-                parts.append(day.slice(max(start, 0), stop))
+                slices.append(day.slice(max(start, 0), stop))
             start, stop = start - len(day.dense), stop - len(day.dense)
+        parts = [day.read() for day in slices]
         num_samples = sum(len(part.dense) for part in parts)
         labels = empty([num_samples], torch.float32)
         np.concatenate([_read_labels(part) for part in parts], out=labels.numpy())
@@ -174,7 +191,7 @@ class MlperfDays(BatchSource):
         return Batch(dense, sparse, labels)
 
 
-def _hotness(days: Mapping[Path, _Day], tables: Tables | None) -> tuple[int, ...]:
+def _hotness(days: Mapping[DataPath, _Day], tables: Tables | None) -> tuple[int, ...]:
     """Ids a sample of each feature, which are the same on all days and in ``tables.json``."""
     found = {path: tuple(ids.shape[1] for ids in day.sparse) for path, day in days.items()}
     first, hotness = next(iter(found.items()))
@@ -190,7 +207,7 @@ def _hotness(days: Mapping[Path, _Day], tables: Tables | None) -> tuple[int, ...
     return hotness
 
 
-def _read_labels(day: _Day) -> NDArray[np.float32]:
+def _read_labels(day: _DayRows) -> NDArray[np.float32]:
     labels = day.labels.astype(np.float32)
     bad = (labels != 0) & (labels != 1)
     if bad.any():
@@ -202,7 +219,7 @@ def _read_labels(day: _Day) -> NDArray[np.float32]:
     return labels
 
 
-def _raise_negative_id(parts: Sequence[_Day], feature: int) -> NoReturn:
+def _raise_negative_id(parts: Sequence[_DayRows], feature: int) -> NoReturn:
     """Name the first negative id of ``feature``, of which ``parts`` have one at least."""
     day = next(part for part in parts if part.sparse[feature].min(initial=0) < 0)
     row = int((day.sparse[feature] < 0).any(axis=1).argmax())
@@ -212,19 +229,19 @@ def _raise_negative_id(parts: Sequence[_Day], feature: int) -> NoReturn:
     )
 
 
-def _dense_path(day: Path) -> Path:
+def _dense_path(day: DataPath) -> DataPath:
     return day.with_name(f"{day.name}_dense.npy")
 
 
-def _labels_path(day: Path) -> Path:
+def _labels_path(day: DataPath) -> DataPath:
     return day.with_name(f"{day.name}_labels.npy")
 
 
-def _sparse_path(day: Path) -> Path:
+def _sparse_path(day: DataPath) -> DataPath:
     return day.with_name(f"{day.name}_sparse_multi_hot.npz")
 
 
-def _open_day(day: Path) -> _Day:
+def _open_day(day: DataPath) -> _Day:
     dense_path, labels_path, sparse_path = _dense_path(day), _labels_path(day), _sparse_path(day)
     for path in (dense_path, labels_path, sparse_path):
         if not path.is_file():
@@ -251,10 +268,10 @@ def _open_day(day: Path) -> _Day:
         if ids.ndim != 2 or len(ids) != num_rows or not ids.shape[1] or ids.dtype not in _ID_DTYPES:
             required = f"int32 or int64 [{num_rows}, hotness], with the rows of {dense_path.name}"
             _raise_bad_array(f"{sparse_path}, array {name}", required, ids)
-    return _Day(day, 0, dense, labels.reshape(-1), [archive[name] for name in names])
+    return _Day(day, 0, dense, labels, [archive[name] for name in names])
 
 
-def _raise_bad_array(where: Path | str, required: str, array: NDArray[Any]) -> NoReturn:
+def _raise_bad_array(where: DataPath | str, required: str, array: StoredArray) -> NoReturn:
     raise ValueError(
         f"{where}: must be {required}, got {array.dtype} {list(array.shape)}; preprocess the day "
         "again"

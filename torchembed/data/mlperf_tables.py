@@ -1,10 +1,10 @@
 """``tables.json``, which the preprocessing writes into the folder of MLPerf's days."""
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchembed.data.criteo import CAT_NAMES
+from torchembed.data.data_path import DataPath
 
 TABLES_FILE = "tables.json"
 
@@ -18,7 +18,7 @@ class Tables(NamedTuple):
     """Ids a sample of each feature, where it is said."""
 
 
-def read_tables(folder: Path) -> Tables | None:
+def read_tables(folder: DataPath) -> Tables | None:
     """The contents of ``tables.json`` in ``folder``; None where it is not there.
 
     Raises:
@@ -49,7 +49,7 @@ def read_tables(folder: Path) -> Tables | None:
     )
 
 
-def _counts(path: Path, key: str, value: Any) -> tuple[int, ...]:
+def _counts(path: DataPath, key: str, value: Any) -> tuple[int, ...]:
     is_list = isinstance(value, list) and len(value) == len(CAT_NAMES)
     # JSON's true is an int to Python.
     if not is_list or not all(type(count) is int and count > 0 for count in value):

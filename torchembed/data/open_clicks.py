@@ -1,9 +1,9 @@
 """One door to the readers."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from torchembed.data.criteo_text import CriteoText
+from torchembed.data.data_path import DataPath, data_path
 from torchembed.data.mlperf import MlperfDays, mlperf_days
 from torchembed.data.mlperf_tables import TABLES_FILE
 from torchembed.data.parquet import ParquetClicks
@@ -11,7 +11,7 @@ from torchembed.data.source import BatchSource, Split
 
 
 def open_clicks(
-    path: Path | str,
+    path: DataPath | str,
     *,
     batch_size: int,
     table_sizes: int | Sequence[int],
@@ -28,7 +28,7 @@ def open_clicks(
 
     Args:
         path: a folder that holds ``day_*_dense.npy``, ``*.parquet`` or text files, or a single
-            Parquet or text file.
+            Parquet or text file; or a URL of one that fsspec knows.
         batch_size: samples a batch on this rank.
         table_sizes: rows of all tables, or of each; ids are taken modulo these, unless they are
             raw.
@@ -42,7 +42,7 @@ def open_clicks(
         FileNotFoundError: where there is nothing to read.
         ValueError: as the readers do.
     """
-    path = Path(path)
+    path = data_path(path)
     rows = {
         "batch_size": batch_size,
         "split": split,

@@ -1,9 +1,9 @@
 """Batches from Parquet files, read with pyarrow."""
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torchembed.core.features import SparseFeatures
 from torchembed.data.batch import Batch
 from torchembed.data.criteo import CAT_NAMES, INT_NAMES
+from torchembed.data.data_path import DataPath, data_path, is_remote
 from torchembed.data.parquet_ids import id_column, is_list, is_text
 from torchembed.data.source import (
     BatchSource,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 class _Stretch(NamedTuple):
     """Rows ``[start, stop)`` of a file."""
 
-    path: Path
+    path: DataPath
     start: int
     stop: int
 
@@ -39,12 +40,12 @@ class _Stretch(NamedTuple):
 class _Rows(NamedTuple):
     """Some rows of a file."""
 
-    path: Path
+    path: DataPath
     first_row: int
     rows: "pa.RecordBatch"
 
 
-def parquet_files(path: Path) -> list[Path]:
+def parquet_files(path: DataPath) -> list[DataPath]:
     """The ``*.parquet`` files of a folder in order, or the file itself.
 
     Raises:
@@ -58,20 +59,27 @@ def parquet_files(path: Path) -> list[Path]:
     return files
 
 
-def _open(path: Path) -> "ParquetFile":
+@contextlib.contextmanager
+def _open(path: DataPath) -> "Iterator[ParquetFile]":
     try:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
         raise ImportError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
 
-    try:
-        return parquet.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a whole Parquet file ({error})") from error
+    with contextlib.ExitStack() as stack:
+        source = path
+        if is_remote(path):
+            # pyarrow asks for what it needs, for neighbouring columns at once.
+            source = stack.enter_context(path.open("rb", cache_type="none"))
+        try:
+            file = stack.enter_context(parquet.ParquetFile(source))
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path}: not a whole Parquet file ({error})") from error
+        yield file
 
 
-def _count_rows(path: Path) -> int:
+def _count_rows(path: DataPath) -> int:
     with _open(path) as file:
         return file.metadata.num_rows
 
@@ -88,7 +96,8 @@ class ParquetClicks(BatchSource):
     that it needs.
 
     Args:
-        path: a file, or a folder of ``*.parquet`` files.
+        path: a file, or a folder of ``*.parquet`` files, or its URL, behind which only the columns
+            that are wanted are read.
         batch_size: samples a batch on this rank.
         table_sizes: rows of all tables, or of each categorical column's.
         split: which rows to read.
@@ -110,7 +119,7 @@ class ParquetClicks(BatchSource):
 
     def __init__(
         self,
-        path: Path | str,
+        path: DataPath | str,
         *,
         batch_size: int,
         table_sizes: int | Sequence[int],
@@ -141,7 +150,7 @@ class ParquetClicks(BatchSource):
             raw_ids=raw_ids,
         )
         self.label, self.dense = label, tuple(dense)
-        files = parquet_files(Path(path))
+        files = parquet_files(data_path(path))
         for file in files:
             self._check_schema(file)
         chosen = choose_rows(files, split, held_out, _count_rows)
@@ -204,7 +213,7 @@ class ParquetClicks(BatchSource):
                         if row >= stop:
                             break
 
-    def _check_schema(self, path: Path) -> None:
+    def _check_schema(self, path: DataPath) -> None:
         with _open(path) as file:
             schema = file.schema_arrow
         import pyarrow.types as types
@@ -271,7 +280,9 @@ class ParquetClicks(BatchSource):
         )
         return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(labels))
 
-    def _labels(self, path: Path, first_row: int, rows: "pa.RecordBatch") -> NDArray[np.float32]:
+    def _labels(
+        self, path: DataPath, first_row: int, rows: "pa.RecordBatch"
+    ) -> NDArray[np.float32]:
         column = rows.column(self.label)
         labels = column.cast("float32").to_numpy(zero_copy_only=False)
         bad = (labels != 0) & (labels != 1)
@@ -309,7 +320,7 @@ def _rows_between(stretches: list[_Stretch], begin: int, end: int | None) -> lis
 
 
 def _read_group(
-    file: "ParquetFile", path: Path, group: int, batch_size: int, columns: list[str]
+    file: "ParquetFile", path: DataPath, group: int, batch_size: int, columns: list[str]
 ) -> "Iterator[pa.RecordBatch]":
     import pyarrow as pa
 

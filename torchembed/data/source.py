@@ -5,10 +5,10 @@ import itertools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from torchembed.data.batch import Batch
+from torchembed.data.data_path import DataPath
 
 BatchTask = Callable[[], Batch]
 
@@ -33,7 +33,7 @@ class Split(enum.Enum):
 class FileRows(NamedTuple):
     """Rows ``[start, stop)`` of a file, to its end where ``stop`` is None."""
 
-    path: Path
+    path: DataPath
     start: int = 0
     stop: int | None = None
 
@@ -122,12 +122,12 @@ def num_read(after: Sequence[Portion]) -> int:
     return sum(world_size * batch_size * count for world_size, batch_size, count in after)
 
 
-def natural_order(path: Path) -> list[str | int]:
+def natural_order(path: DataPath) -> list[str | int]:
     """A sorting key by name that puts ``day_2`` before ``day_10``."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
 
 
-def check_days(paths: Sequence[Path]) -> None:
+def check_days(paths: Sequence[DataPath]) -> None:
     """Check that no day between two others is missing.
 
     Args:
@@ -158,7 +158,10 @@ def _each_table_size(table_sizes: int | Sequence[int], num_features: int) -> tup
 
 
 def choose_rows(
-    paths: Sequence[Path], split: Split, held_out: float, count_rows: Callable[[Path], int]
+    paths: Sequence[DataPath],
+    split: Split,
+    held_out: float,
+    count_rows: Callable[[DataPath], int],
 ) -> list[FileRows]:
     """The rows of ``split`` in ``paths``, which are in order.
 
