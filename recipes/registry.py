@@ -10,7 +10,8 @@ import torch
 from recipes.ctr import frappe, ml1m
 from recipes.dlrm_dcnv2 import config as dlrm
 from recipes.dlrm_dcnv2.run import run as run_dlrm
-from recipes.result import Result, Stopped
+from recipes.result import RankingResult, Result, Stopped
+from recipes.sequences import run as sequences
 
 
 class Recipe(NamedTuple):
@@ -19,7 +20,7 @@ class Recipe(NamedTuple):
     config: Callable[[str | Path | None], Any]
     """From the data's folder or file, or its URL, if one was named, to the full config, a frozen
     dataclass."""
-    run: Callable[[Any, torch.device, Path], Result | Stopped]
+    run: Callable[[Any, torch.device, Path], Result | RankingResult | Stopped]
     """Trains, on every rank, from the config, this rank's device and the output folder, which is
     empty or holds an earlier part of the run to go on with."""
 
@@ -41,4 +42,5 @@ RECIPES = {
     "dlrm_dcnv2.mlperf": Recipe(dlrm.mlperf, run_dlrm),
     "ctr-frappe": Recipe(frappe.config, frappe.run),
     "ctr-ml1m": Recipe(ml1m.config, ml1m.run),
+    "sasrec": Recipe(sequences.sasrec, sequences.run),
 }

@@ -32,13 +32,30 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RankingResult:
+    """Quality of a model that ranks items for users, and the training that it took."""
+
+    hr_10: float
+    """The part of the users whose held-out item is among the first 10, the mean over seeds."""
+    ndcg_10: float
+    hr_50: float
+    hr_200: float
+    hr_10_by_seed: dict[int, float]
+    ndcg_10_by_seed: dict[int, float]
+    samples_per_second: float
+    """Histories a second of training, over all ranks."""
+    num_steps: int
+    checkpoint: Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stopped:
     """Result of a run that a signal ended: it can go on with ``--resume``."""
 
     num_steps: int
 
 
-def result_line(result: Result, *, num_ranks: int, seconds: float) -> str:
+def result_line(result: Result | RankingResult, *, num_ranks: int, seconds: float) -> str:
     """``RESULT`` and one JSON object, in which NaN is null and what does not apply is left out.
 
     Args:

@@ -24,7 +24,7 @@ import torchembed
 from recipes.output import earlier_arguments, newest_run, prepare_output
 from recipes.ranks import joined_ranks
 from recipes.registry import RECIPES
-from recipes.result import Result, result_line
+from recipes.result import Stopped, result_line
 from torchembed.core import ranks
 from torchembed.data.data_path import data_path
 from torchembed.training import check_ranks_agree, source_files
@@ -91,13 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if rank == 0:
             (output / "config.txt").write_text(text)
         result = RECIPES[name].run(config, device, output)
-        if not isinstance(result, Result):
+        if isinstance(result, Stopped):
             if rank == 0:
                 done = f"stopped at step {result.num_steps}"
                 print(f"{done}; go on with --resume {output}", flush=True)
             # Once one rank has exited with a code, torchrun ends the others.
             ranks.any_rank(False)
-    if not isinstance(result, Result):
+    if isinstance(result, Stopped):
         raise SystemExit(STOPPED_EXIT_CODE)
     if rank == 0:
         seconds = time.perf_counter() - start

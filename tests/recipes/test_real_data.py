@@ -9,6 +9,7 @@ from recipes.ctr.rows import BagEach
 from recipes.data_folder import find_data
 from recipes.dlrm_dcnv2 import run
 from recipes.dlrm_dcnv2.config import criteo_kaggle
+from recipes.sequences import interactions
 from torchembed.data import Split
 
 
@@ -42,6 +43,12 @@ def test_ml1m() -> None:
     genres = rows.features["genres"]
     assert isinstance(genres, BagEach)
     assert sorted(set(genres.offsets.diff().tolist())) == [1, 2, 3, 4, 5, 6]
+
+
+def test_sequences_of_ml1m() -> None:
+    data = interactions.read(find_or_skip(*interactions.FILES))
+    assert (len(data.items), data.num_users, data.num_items) == (1_000_209, 6040, 3883)
+    assert int(data.offsets.diff().min()) == 20
 
 
 def test_criteo_kaggle() -> None:

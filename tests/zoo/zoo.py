@@ -6,6 +6,7 @@ from tests.zoo.gradient_habits import GRADIENTS
 from tests.zoo.hook_habits import HOOKS
 from tests.zoo.jagged_sequence_models import JAGGED_SEQUENCES
 from tests.zoo.layer_habits import LAYERS
+from tests.zoo.library_sequences import LIBRARY_SEQUENCES
 from tests.zoo.pooled_models import POOLED
 from tests.zoo.random_habits import RANDOM
 from tests.zoo.schedule_habits import SCHEDULES
@@ -19,6 +20,7 @@ FAMILIES = (
     POOLED,
     SEQUENCES,
     JAGGED_SEQUENCES,
+    LIBRARY_SEQUENCES,
     TASKS,
     BATCHES,
     LAYERS,

@@ -26,6 +26,7 @@ from torchembed.training.plot import plot_history
 from torchembed.training.progress import Progress
 from torchembed.training.publishing import ModelPublisher, Published
 from torchembed.training.quality import Evaluation, RegressionEvaluation, TaskEvaluations
+from torchembed.training.ranking import RankingEvaluation, ranking_quality, target_ranks
 from torchembed.training.schedule import LearningRate
 from torchembed.training.stop import StopSignal
 from torchembed.training.train import train
@@ -47,6 +48,7 @@ __all__ = [
     "Padding",
     "Progress",
     "Published",
+    "RankingEvaluation",
     "Reason",
     "RegressionEvaluation",
     "StepForm",
@@ -67,9 +69,11 @@ __all__ = [
     "in_step",
     "open_safetensors",
     "plot_history",
+    "ranking_quality",
     "read_metrics",
     "source_files",
     "stay_near",
+    "target_ranks",
     "train",
     "whole_tables",
 ]

@@ -1,0 +1,1 @@
+"""Sequence models on MovieLens-1M: the next movie of each user, ranked among all."""

@@ -1,0 +1,55 @@
+"""Configuration of a run of an encoder of histories."""
+
+import dataclasses
+import enum
+from pathlib import Path
+
+from recipes.precision import Precision
+
+
+class Encoder(enum.Enum):
+    """What encodes histories."""
+
+    SASREC = "SASRec"
+    HSTU = "HSTU"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequenceConfig:
+    """A run, wholly: one training for each seed; the result is their mean."""
+
+    # A string first: the command line takes the first that fits, and a Path takes a slash of URLs.
+    data: str | Path | None = None
+    """The folder of the data, as published, or its URL; without it TORCHEMBED_DATA, or
+    ../shared/data beside the checkout."""
+    output: Path | None = None
+    """A folder for checkpoints and pictures; without it runs/<recipe>-<time>."""
+    encoder: Encoder = Encoder.SASREC
+    seeds: tuple[int, ...] = (1,)
+    epochs: int = 101
+    evaluate_every: int = 20
+    """Rank the held-out items after so many epochs, and after the last."""
+    max_length: int = 200
+    """Most items of a history, the newest."""
+    embedding_dim: int = 50
+    num_blocks: int = 2
+    num_heads: int = 1
+    dropout: float = 0.2
+    num_negatives: int = 128
+    """Items drawn for each position of a history."""
+    temperature: float = 0.05
+    embedding_std: float = 0.02
+    """Standard deviation of the item table's initial values, which are normal, cut at two of it."""
+    batch_size: int = 128
+    """Users a step, over all ranks."""
+    learning_rate: float = 0.001
+    """Learning rate of Adam, for the item table and all else."""
+    precision: Precision = Precision.FP32
+    """Precision of all but weights, losses and rankings, which are float32."""
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds must be different and at least one, got {self.seeds}")
+        for name in ("epochs", "evaluate_every", "max_length", "num_negatives", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -1,0 +1,57 @@
+"""``Histories``: what users have seen, one after the other, as sequence models take it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from torchembed.core.padded_dense import PaddedLayout
+
+
+class Histories(NamedTuple):
+    """Histories of ``B`` users, one behind the other, without padding between them.
+
+    Places behind the last history, ``offsets[-1]`` and further, count for nothing. So batches of
+    any lengths may have tensors of one shape, and captured steps repeat for all of them.
+    """
+
+    items: Tensor
+    """int64 ``[L]``: the items of each user, the oldest first."""
+    offsets: Tensor
+    """int64 ``[B + 1]``: where histories begin and end."""
+    next_items: Tensor
+    """int64 ``[L]``: the item that followed each."""
+    times: Tensor | None = None
+    """int64 ``[L]``: when each item was seen, in seconds; None where that is not known."""
+    next_times: Tensor | None = None
+    """int64 ``[L]``: when each of ``next_items`` was."""
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Histories":
+        """The same with ``function`` of each tensor."""
+        return Histories(
+            function(self.items),
+            function(self.offsets),
+            function(self.next_items),
+            None if self.times is None else function(self.times),
+            None if self.next_times is None else function(self.next_times),
+        )
+
+    def layout(self, max_length: int) -> PaddedLayout:
+        """The places of items in a dense tensor ``[B, max_length]``."""
+        return PaddedLayout.of(self.offsets, max_length, self.items.shape[0])
+
+
+class HistoryEncoder(nn.Module):
+    """The base of models that encode each item of a history with those before it.
+
+    ``forward`` takes :class:`Histories` and gives ``[L, D]``, zeros for what is not in a history or
+    beyond its ``max_length``.
+
+    Args:
+        items: vectors of items, a :class:`~torchembed.Embedding` ``[...] -> [..., D]``.
+        max_length: most items of a history.
+    """
+
+    def __init__(self, items: nn.Module, max_length: int) -> None:
+        super().__init__()
+        self.items, self.max_length = items, max_length

@@ -1,0 +1,69 @@
+"""``NextItem``: trains an encoder of histories to predict what follows each item."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchembed.models.histories import Histories, HistoryEncoder
+from torchembed.models.sampled_softmax import sampled_softmax
+
+
+class NextItem(nn.Module):
+    """An encoder of histories, scored against the item table that it reads them by.
+
+    Trained by :func:`~torchembed.models.sampled_softmax.sampled_softmax` with items drawn uniformly
+    for each position, of which those that equal the positive are left out. Give
+    ``TrainPipeline`` no loss function: ``forward`` computes the loss. Scores are cosines.
+
+    Args:
+        encoder: such as :class:`~torchembed.models.SASRec`.
+        num_items: items are numbered from 0 to this; the rows of the table.
+        num_negatives: items drawn for each position.
+        temperature: of the softmax.
+    """
+
+    def __init__(
+        self,
+        encoder: HistoryEncoder,
+        *,
+        num_items: int,
+        num_negatives: int = 128,
+        temperature: float = 0.05,
+    ) -> None:
+        super().__init__()
+        self.encoder, self.num_items = encoder, num_items
+        self.num_negatives, self.temperature = num_negatives, temperature
+
+    def forward(self, histories: Histories) -> Tensor:
+        """The mean loss ``[]`` over the items of all histories; 0 where there is none."""
+        queries = self.encoder(histories)
+        positives = histories.next_items
+        drawn = torch.randint(
+            self.num_items, (len(positives), self.num_negatives), device=positives.device
+        )
+        # One lookup of the table for both.
+        ids = torch.cat([positives.unsqueeze(1), drawn], dim=1)
+        vectors = self.encoder.items(ids)
+        losses = sampled_softmax(
+            queries,
+            vectors[:, 0],
+            vectors[:, 1:],
+            drawn == positives.unsqueeze(1),
+            temperature=self.temperature,
+        )
+        is_counted = histories.layout(self.encoder.max_length).places >= 0
+        return losses.where(is_counted, 0.0).sum() / is_counted.sum().clamp_min(1)
+
+    def user_vectors(self, histories: Histories) -> Tensor:
+        """``[B, D]``: the unit vector of each user after the last item; zeros without any."""
+        encoded = self.encoder(histories)
+        last = histories.offsets[1:] - 1
+        is_empty = histories.offsets.diff() == 0
+        vectors = F.normalize(encoded[last.clamp_min(0)].float(), dim=1)
+        return vectors.masked_fill(is_empty.unsqueeze(1), 0.0)
+
+    def item_vectors(self) -> Tensor:
+        """``[num_items, D]``: the unit vector of each item."""
+        device = next(self.encoder.parameters()).device
+        ids = torch.arange(self.num_items, device=device)
+        return F.normalize(self.encoder.items(ids).float(), dim=1)
