@@ -43,4 +43,5 @@ RECIPES = {
     "ctr-frappe": Recipe(frappe.config, frappe.run),
     "ctr-ml1m": Recipe(ml1m.config, ml1m.run),
     "sasrec": Recipe(sequences.sasrec, sequences.run),
+    "hstu": Recipe(sequences.hstu, sequences.run),
 }

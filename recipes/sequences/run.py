@@ -16,7 +16,7 @@ from recipes.sequences.evaluate import evaluate
 from recipes.sequences.interactions import FILES, Interactions, read
 from recipes.sequences.packed import HELD_OUT, HistoryWindows, PackedBatches, needed_capacity
 from torchembed.core import ranks
-from torchembed.models import NextItem, SASRec
+from torchembed.models import HSTU, NextItem, SASRec
 from torchembed.training import (
     CheckpointFolder,
     History,
@@ -48,6 +48,15 @@ def sasrec(data: str | Path | None = None) -> SequenceConfig:
     place of ratings.dat: ratings.npz with arrays user, movie and time_rank.
     """
     return SequenceConfig(data=data, encoder=Encoder.SASREC)
+
+
+def hstu(data: str | Path | None = None) -> SequenceConfig:
+    """HSTU on MovieLens-1M: each user's last movie, ranked among all.
+
+    The data are those of the recipe sasrec. Its attention goes by the times of ratings where these
+    are there, in ratings.dat; ratings.npz has their order alone.
+    """
+    return SequenceConfig(data=data, encoder=Encoder.HSTU)
 
 
 def run(config: SequenceConfig, device: torch.device, output: Path) -> RankingResult | Stopped:
@@ -141,7 +150,8 @@ def build_model(
     items = torchembed.Embedding(num_items, config.embedding_dim, device=device, seed=seed)
     std = config.embedding_std
     nn.init.trunc_normal_(items.weight, std=std, a=-2 * std, b=2 * std)
-    encoder = SASRec(
+    encoder_class = {Encoder.SASREC: SASRec, Encoder.HSTU: HSTU}[config.encoder]
+    encoder = encoder_class(
         items,
         embedding_dim=config.embedding_dim,
         max_length=config.max_length,

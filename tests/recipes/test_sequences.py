@@ -151,6 +151,14 @@ def test_runs_end_with_a_ranking_and_go_on(
     assert resumed["num_steps"] == whole["num_steps"]
 
 
+def test_hstu_goes_by_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_data.write_ml1m(tmp_path)
+    output = tmp_path / "out"
+    main(["hstu", "--data", str(tmp_path), "--output", str(output), *SMALL, "--seeds", "1"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("RESULT")
+    assert "Encoder.HSTU" in (output / "config.txt").read_text()
+
+
 def test_bad_settings_are_named() -> None:
     with pytest.raises(ValueError, match=r"seeds must be different and at least one, got \(1, 1\)"):
         SequenceConfig(seeds=(1, 1))

@@ -1,17 +1,14 @@
 """torchembed's own models of histories, over packed ones."""
 
-from typing import TypeVar
-
 from torch import Tensor, nn
 
 import torchembed
 from tests.support.packed_histories import packed_histories
 from tests.zoo.entries import Family
 from tests.zoo.sizes import Sizes
-from torchembed.models import Histories, HistoryEncoder, NextItem, SASRec
+from torchembed.models import HSTU, Histories, NextItem, SASRec
 
 LIBRARY_SEQUENCES = Family("torchembed's sequences")
-E = TypeVar("E", bound=HistoryEncoder)
 
 
 def packed(sizes: Sizes, count: int) -> list[Histories]:
@@ -20,7 +17,9 @@ def packed(sizes: Sizes, count: int) -> list[Histories]:
     for seed in range(count):
         lengths = [(3 * user + seed) % (sizes.history + 1) for user in range(sizes.batch_size)]
         spare = sizes.batch_size * sizes.history - sum(lengths)
-        histories = packed_histories(lengths, num_items=sizes.num_rows, spare=spare, seed=seed)
+        histories = packed_histories(
+            lengths, num_items=sizes.num_rows, spare=spare, seed=seed, times=True
+        )
         found.append(histories.mapped(lambda tensor: tensor.to(sizes.device)))
     return found
 
@@ -28,7 +27,7 @@ def packed(sizes: Sizes, count: int) -> list[Histories]:
 class Predicting(nn.Module):
     """Base of the entries: an encoder that is trained to predict the next item."""
 
-    def __init__(self, sizes: Sizes, encoder: type[SASRec]) -> None:
+    def __init__(self, sizes: Sizes, encoder: type[SASRec] | type[HSTU]) -> None:
         super().__init__()
         items = torchembed.Embedding(sizes.num_rows, sizes.dim, device=sizes.device, seed=0)
         self.model = NextItem(
@@ -47,3 +46,11 @@ class PredictingBySASRec(Predicting):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes, SASRec)
+
+
+@LIBRARY_SEQUENCES.model("torchembed's HSTU", packed, computes_loss=True)
+class PredictingByHSTU(Predicting):
+    """Pointwise attention with biases of distances and times."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes, HSTU)

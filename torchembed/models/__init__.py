@@ -3,7 +3,9 @@ an item table."""
 
 from torchembed.models.dcnv2 import DCNv2, DCNv2Structure
 from torchembed.models.dlrm import DLRM, DLRM_DCNv2
-from torchembed.models.histories import Histories, HistoryEncoder
+from torchembed.models.histories import Histories
+from torchembed.models.history_encoder import HistoryEncoder
+from torchembed.models.hstu import HSTU
 from torchembed.models.mmoe import MMoE
 from torchembed.models.next_item import NextItem
 from torchembed.models.ple import PLE
@@ -13,6 +15,7 @@ from torchembed.models.shared_bottom import SharedBottom
 
 __all__ = [
     "DLRM",
+    "HSTU",
     "PLE",
     "DCNv2",
     "DCNv2Structure",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchembed.core.padded_dense import PaddedLayout
 
@@ -39,19 +39,3 @@ class Histories(NamedTuple):
     def layout(self, max_length: int) -> PaddedLayout:
         """The places of items in a dense tensor ``[B, max_length]``."""
         return PaddedLayout.of(self.offsets, max_length, self.items.shape[0])
-
-
-class HistoryEncoder(nn.Module):
-    """The base of models that encode each item of a history with those before it.
-
-    ``forward`` takes :class:`Histories` and gives ``[L, D]``, zeros for what is not in a history or
-    beyond its ``max_length``.
-
-    Args:
-        items: vectors of items, a :class:`~torchembed.Embedding` ``[...] -> [..., D]``.
-        max_length: most items of a history.
-    """
-
-    def __init__(self, items: nn.Module, max_length: int) -> None:
-        super().__init__()
-        self.items, self.max_length = items, max_length

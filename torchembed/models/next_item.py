@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchembed.models.histories import Histories, HistoryEncoder
+from torchembed.models.histories import Histories
+from torchembed.models.history_encoder import HistoryEncoder
 from torchembed.models.sampled_softmax import sampled_softmax
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.core.padded_dense import PaddedLayout
-from torchembed.models.histories import Histories, HistoryEncoder
+from torchembed.models.histories import Histories
+from torchembed.models.history_encoder import HistoryEncoder
 from torchembed.modules.dense.causal_attention import causal_attention
 
 
@@ -15,18 +16,15 @@ class SASRec(HistoryEncoder):
 
     W. Kang and J. McAuley, "Self-Attentive Sequential Recommendation", ICDM 2018, with the
     arrangement of layer norms and the initial values of the baseline of J. Zhai et al., "Actions
-    Speak Louder than Words", ICML 2024. Layers between attentions work on the items of the batch
-    alone, without padding.
+    Speak Louder than Words", ICML 2024.
 
     Args:
-        items: vectors of items, a :class:`~torchembed.Embedding` ``[...] -> [..., D]``.
-        embedding_dim: columns ``D`` of a vector.
-        max_length: most items of a history; those beyond it are ignored, and encoded as zeros.
+        items, embedding_dim, max_length, dense_device: as for
+            :class:`~torchembed.models.HistoryEncoder`.
         num_blocks: blocks of attention and feed-forward layers.
         num_heads: heads of each attention, which divide D.
         hidden_dim: width of the feed-forward layers; None for D.
         dropout: dropout rate, of weights of attention too.
-        dense_device: device of the parameters other than the table's.
 
     Raises:
         ValueError: where the heads do not divide D.
@@ -44,16 +42,17 @@ class SASRec(HistoryEncoder):
         dropout: float = 0.2,
         dense_device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(items, max_length)
+        super().__init__(
+            items,
+            embedding_dim=embedding_dim,
+            max_length=max_length,
+            dropout=dropout,
+            dense_device=dense_device,
+        )
         if embedding_dim % num_heads:
             raise ValueError(
                 f"num_heads must divide embedding_dim {embedding_dim}, got {num_heads}"
             )
-        self._scale = math.sqrt(embedding_dim)
-        self.positions = nn.Parameter(torch.empty(max_length, embedding_dim, device=dense_device))
-        std = 1 / math.sqrt(embedding_dim)
-        nn.init.trunc_normal_(self.positions, std=std, a=-2 * std, b=2 * std)
-        self.dropout = nn.Dropout(dropout)
         width = embedding_dim if hidden_dim is None else hidden_dim
         self.blocks = nn.ModuleList(
             _Block(embedding_dim, num_heads, width, dropout, dense_device)
@@ -63,10 +62,7 @@ class SASRec(HistoryEncoder):
     def forward(self, histories: Histories) -> Tensor:
         """``[L, D]``: each item, encoded with those before it."""
         layout = histories.layout(self.max_length)
-        num_users = layout.rows.shape[0]
-        positions = layout.pack(self.positions.expand(num_users, -1, -1))
-        x = self.items(histories.items) * self._scale + positions
-        x = self.dropout(x)
+        x = self.embedded(histories, layout)
         for block in self.blocks:
             x = block(x, layout)
         return x.masked_fill((layout.places < 0).unsqueeze(1), 0.0)
