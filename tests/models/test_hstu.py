@@ -99,7 +99,7 @@ def test_follows_the_formula(lengths: list[int], times: bool, device: torch.devi
     # Norms of small sums make much of roundings: as much as of those of the parameters.
     nudged = expected(torch.float64, nudge=torch.finfo(torch.float32).eps)
     for result, low, high, moved in zip(actual, eager, exact, nudged, strict=True):
-        assert_as_near(result, low, high, slack=float((moved - high).abs().max()))
+        assert_as_near(result, low, high, slack=(moved - high).abs().max().item())
 
 
 def test_a_later_item_changes_no_earlier_output(device: torch.device) -> None:
