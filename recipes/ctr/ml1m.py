@@ -4,6 +4,7 @@ The protocol is RecBole's (https://recbole.io): ratings of 3 are dropped, 4 and 
 rows are divided at random, 8 : 1 : 1, anew for each seed.
 """
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,20 +58,27 @@ def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopp
 
 def divide(rows: Rows, seed: int) -> Splits:
     """Eight tenths of the rows to train, one to validate and one to test, drawn with ``seed``."""
-    num_rows = len(rows.labels)
+    num_rows = len(rows)
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
     train, validation, test = order.tensor_split([num_rows * 8 // 10, num_rows * 9 // 10])
     return Splits(rows, train, validation, test)
 
 
 def read(path: DataPath) -> Rows:
-    """The ratings other than 3 of ``path``, with ``users.dat`` and ``movies.dat`` beside it.
+    """The ratings other than 3 of ``path``, as likes; otherwise as :func:`read_rated`."""
+    rated = read_rated(path, left_out=3)
+    return dataclasses.replace(rated, labels=(rated.labels >= 4).float())
+
+
+def read_rated(path: DataPath, *, left_out: int | None = None) -> Rows:
+    """The ratings of ``path`` from 1 to 5, with ``users.dat`` and ``movies.dat`` beside it.
 
     Genres are a bag for each movie; all other fields have one id for each rating. Raw ids are the
     files' numbers of users and movies, and :func:`~torchembed.data.text_ids` of all else.
 
     Args:
         path: ``ratings.dat`` or ``ratings.npz``.
+        left_out: a rating whose rows are left out; None for none.
 
     Raises:
         FileNotFoundError: where one of the files is missing.
@@ -86,8 +94,10 @@ def read(path: DataPath) -> Rows:
         _positions(path, ratings[:, column], table, name)
         for column, table, name in ((0, users, "users.dat"), (1, movies, "movies.dat"))
     )
-    kept = torch.from_numpy(ratings[:, 2] != 3)
-    user, movie, liked = user[kept], movie[kept], torch.from_numpy(ratings[:, 2] >= 4)[kept]
+    rating = torch.from_numpy(ratings[:, 2])
+    if left_out is not None:
+        kept = rating != left_out
+        user, movie, rating = user[kept], movie[kept], rating[kept]
     _, genders, ages, occupations, _ = zip(*users, strict=True)
     genres = [names.split("|") for *_, names in movies]
     years = [_year(path.with_name("movies.dat"), n, row[1]) for n, row in enumerate(movies, 1)]
@@ -107,7 +117,7 @@ def read(path: DataPath) -> Rows:
             ),
             "release_year": _attribute(years, movie),
         },
-        labels=liked.float(),
+        labels=rating.float(),
     )
 
 

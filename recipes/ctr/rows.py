@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchembed import SparseFeatures
+from torchembed.core.trees import Tree, map_tensors, tensors_in
 from torchembed.data import Batch
 
 
@@ -73,8 +74,11 @@ class Rows:
     """All rows of a data set."""
 
     features: Mapping[str, OneIdEach | BagEach]
-    labels: Tensor
-    """float32 ``[N]``, 0 or 1."""
+    labels: Tree
+    """float32 ``[N]``, 0 or 1; of several tasks a mapping with one for each."""
+
+    def __len__(self) -> int:
+        return len(tensors_in(self.labels)[0])
 
     def mapped(self, ids: Mapping[str, Tensor]) -> "Rows":
         """The same rows with ``ids[name][n]``, int64, for value number n of feature ``name``."""
@@ -93,7 +97,8 @@ class Rows:
             offsets=F.pad(lengths.cumsum(0), (1, 0)) if is_jagged else None,
             hotness=None if is_jagged else (1,) * len(self.features),
         )
-        return Batch(torch.empty(len(rows), 0), sparse, self.labels[rows])
+        labels = map_tensors(lambda of_all: of_all[rows], self.labels)
+        return Batch(torch.empty(len(rows), 0), sparse, labels)
 
 
 class RowBatches:
