@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.support.tolerance import assert_as_near, relative_error
 from tests.support.values import normal
@@ -70,3 +71,17 @@ def test_dropout_keeps_the_mean(device: torch.device) -> None:
     shares = found * torch.arange(1, 5, device=device) / 2
     assert torch.equal(shares, shares.round())
     assert set(found[:, 0].tolist()) == {0.0, 2.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [8, 50])
+def test_is_flash_attention_in_16_bits(head_dim: int, device: torch.device) -> None:
+    offsets = torch.tensor([0, 3, 3, 8], device=device)
+    layout = PaddedLayout.of(offsets, LONGEST, 8)
+    shape = (8, 2, head_dim)
+    given = [normal(*shape, seed=n, dtype=torch.bfloat16, device=device) for n in range(3)]
+    leaves = [part.requires_grad_() for part in given]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # which raises where it cannot
+        found = causal_attention(*leaves, layout, dropout=0.1)
+    found.sum().backward()
+    assert all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves)
