@@ -103,6 +103,13 @@ def test_the_host_name_of_a_certificate(folder: Path) -> None:
             exchange_rows(options)
         unchecked = RedisTls(ca_certificate=other.file, checks_host_name=False)
         exchange_rows(dataclasses.replace(options, tls=unchecked))
+        named = RedisTls(ca_certificate=other.file, server_name="elsewhere.example")
+        exchange_rows(dataclasses.replace(options, tls=named))
+        wrong = dataclasses.replace(named, server_name="nowhere.example")
+        with pytest.raises(StoreUnavailableError, match="Hostname mismatch"):
+            exchange_rows(dataclasses.replace(options, tls=wrong))
+    with pytest.raises(ValueError, match="server_name must be a name, and checks_host_name be"):
+        RedisTls(server_name="n", checks_host_name=False)
 
 
 def test_a_login_by_password_and_by_user() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.support import store_processes
 from tests.support.store_processes import LINE_BYTES, NUM_KEYS, SMALL, versions, versions_after
-from torchembed.stores import CorruptStoreError, RocksDBStore, RowStoreError
+from torchembed.stores import CorruptStoreError, RocksDBStore, RowStoreError, StoreInUseError
 
 SAVED, LATER = 30, 55
 
@@ -139,6 +139,29 @@ def test_a_checkpoint_is_read_as_it_is_by_several_at_once(
         path.chmod(0o755)
     assert files(folder / "saved") == before
     assert list((folder / "temporary").iterdir()) == []
+
+
+def test_a_store_is_read_by_several_processes_at_once_and_written_by_none(folder: Path) -> None:
+    path, expected = folder / "store", versions_after(LATER)
+    before = files(path)
+    other = store_processes.start(store_processes.hold_to_read, path)
+    assert other.next_message() == expected.tolist()
+    with RocksDBStore.open_read_only(path) as store:
+        assert torch.equal(versions(store), expected)
+        with pytest.raises(RowStoreError, match="a snapshot cannot be written"):
+            store.table("t", LINE_BYTES).delete(torch.tensor([1]))
+        with pytest.raises(RowStoreError, match=r"only read, and has no table 'x'; it has \['t'\]"):
+            store.table("x", LINE_BYTES)
+        with pytest.raises(StoreInUseError, match="another store of this process does"):
+            RocksDBStore.open_read_only(path)
+    assert files(path) == before
+    with pytest.raises(StoreInUseError, match=r"one store at a time may have .* another process"):
+        RocksDBStore(path)
+    other.kill()
+    with RocksDBStore(path), pytest.raises(StoreInUseError, match="another store of this process"):
+        RocksDBStore.open_read_only(path)
+    with pytest.raises(FileNotFoundError, match="path must be a folder of a store"):
+        RocksDBStore.open_read_only(folder)
 
 
 def largest(pattern: str) -> Callable[[Path], Path]:

@@ -96,6 +96,13 @@ def hold(messages: Connection, folder: Path) -> None:
         messages.recv()
 
 
+def hold_to_read(messages: Connection, folder: Path) -> None:
+    """Have the store open to read it until it is killed; sends its versions."""
+    with RocksDBStore.open_read_only(folder) as store:
+        messages.send(versions(store).tolist())
+        messages.recv()
+
+
 def write_until_killed(messages: Connection, folder: Path, first: int) -> None:
     """Write version after version, and say so when it is written; each tenth is synced before."""
     messages.send(first - 1)

@@ -24,17 +24,20 @@ _guard = threading.RLock()
 
 
 class FolderLock:
-    """An exclusive lock of a folder that exists, until :meth:`release`, or until it is gone.
+    """A lock of a folder that exists, until :meth:`release`, or until it is gone.
 
     It ends with the process however that ends, and forked processes do not have it. A file in the
-    folder says who has it.
+    folder says who has it alone.
+
+    Args:
+        is_shared: whether other processes may have it shared, too; one that wants it alone may not.
 
     Raises:
-        StoreInUseError: where another has the lock; says who.
-        OSError: where this process may not write in the folder.
+        StoreInUseError: where another has the lock; says who, where it has it alone.
+        OSError: where this process may not write in the folder, or, for a shared lock, read there.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_shared: bool = False) -> None:
         # Not on every system, and needed by stores on disk alone.
         import fcntl
 
@@ -42,10 +45,12 @@ class FolderLock:
         with _guard:
             if _held.get(key) == os.getpid():
                 raise _refusal(folder, "another store of this process")
-            file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            access = os.O_RDONLY if is_shared else os.O_RDWR | os.O_CREAT
+            file = os.open(folder / LOCK_FILE, access | os.O_CLOEXEC, 0o666)
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _write_holder(file)
+                fcntl.lockf(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                if not is_shared:
+                    _write_holder(file)
             except OSError as error:
                 holder = _read_holder(file)
                 os.close(file)
@@ -53,16 +58,19 @@ class FolderLock:
                     raise _refusal(folder, holder) from None
                 raise
             _held[key] = os.getpid()
-        self._unlock = weakref.finalize(self, _unlock, key, file)
+        self._unlock = weakref.finalize(self, _unlock, key, file, is_shared)
 
     def release(self) -> None:
         """Let others have the folder."""
         self._unlock()
 
 
-def _unlock(key: str, file: int) -> None:
+def _unlock(key: str, file: int, is_shared: bool) -> None:
     with _guard:
-        del _held[key]
+        # A fork has the file, and not the lock.
+        if _held.pop(key) == os.getpid() and not is_shared:
+            # Or whoever is kept out by readers later on would be told of this process.
+            os.ftruncate(file, 0)
         os.close(file)
 
 

@@ -76,7 +76,7 @@ def everything() -> ServerConfig:
             overflow_margin_rows=10_000,
             overflow_policy=OverflowPolicy.EVICT_LEAST_USED,
         ),
-        persistent=PersistentConfig(path=Path("rows"), is_read_only=True),
+        persistent=PersistentConfig(path=Path("rows"), is_loaded=False),
         updates=UpdateConfig(
             brokers=("kafka:9092",),
             filters=(".+",),

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from torchembed.serving.configuration import (
     BatchingConfig,
     CacheConfig,
+    HugectrRows,
     ModelConfig,
     PersistentConfig,
     RedisTlsConfig,
@@ -93,7 +93,7 @@ EVERY_KEY: dict[str, Any] = {
         "type": "rocks_db",
         "path": "/rows",
         "num_threads": 12,
-        "read_only": True,
+        "read_only": False,
         "max_batch_size": 2000,
         "initialize_after_startup": False,
         "update_filters": ["^hps_wdl$"],
@@ -128,6 +128,10 @@ def test_every_key_has_its_effect_or_is_named(tmp_path: Path) -> None:
                 batching=BatchingConfig(max_samples=1024),
                 hit_rate_threshold=0.8,
                 default_values={"wide": 0.5, "deep": -1.0},
+                hugectr_rows={
+                    "wide": HugectrRows(folders=(Path("/wdl/0_sparse.model"),), dim=1),
+                    "deep": HugectrRows(folders=(Path("/wdl/1_sparse.model"),), dim=16),
+                },
                 cache=CacheConfig(
                     share=0.5,
                     row_format=RowFormat.FP8,
@@ -161,7 +165,6 @@ def test_every_key_has_its_effect_or_is_named(tmp_path: Path) -> None:
         ),
         persistent=PersistentConfig(
             path=Path("/rows"),
-            is_read_only=True,
             is_loaded=False,
             num_threads=12,
             max_batch_rows=2000,
@@ -175,11 +178,6 @@ def test_every_key_has_its_effect_or_is_named(tmp_path: Path) -> None:
             failure_back_off_seconds=0.02,
         ),
     )
-    (model,) = config.models
-    assert [(t.name, t.folders, t.dim) for t in model.tables] == [
-        ("wide", ("/wdl/0_sparse.model",), 1),
-        ("deep", ("/wdl/1_sparse.model",), 16),
-    ]
     first = "models[0]."
     assert {sentence.split(": ")[0] for sentence in config.left_out} == {
         *(first + key for key in ("dense_file", "network_file", "deployed_device_list")),
@@ -213,6 +211,10 @@ def test_the_least_file_has_hugectr_s_defaults(tmp_path: Path) -> None:
                 num_instances=2,
                 batching=BatchingConfig(max_samples=64),
                 hit_rate_threshold=0.9,
+                hugectr_rows={
+                    "sparse_embedding0": HugectrRows(folders=(Path("a"),)),
+                    "sparse_embedding1": HugectrRows(folders=(Path("b"),)),
+                },
                 cache=CacheConfig(share=0.2, devices=("cuda:0",)),
             ),
         ),
@@ -222,7 +224,6 @@ def test_the_least_file_has_hugectr_s_defaults(tmp_path: Path) -> None:
             inserts_missed_rows=False,
         ),
     )
-    assert [t.name for t in config.models[0].tables] == ["sparse_embedding0", "sparse_embedding1"]
     assert config.left_out == ()
 
 
@@ -274,10 +275,10 @@ def test_fused_tables_may_have_several_files(tmp_path: Path) -> None:
         "embedding_vecsize_per_table": [4, 8],
     }
     config = read(tmp_path, {"fuse_embedding_table": True, "models": [model]})
-    assert [(t.name, t.folders, t.dim) for t in config.models[0].tables] == [
-        ("b", ("z",), 4),
-        ("a", ("x", "y"), 8),
-    ]
+    assert config.server.models[0].hugectr_rows == {
+        "b": HugectrRows(folders=(Path("z"),), dim=4),
+        "a": HugectrRows(folders=(Path("x"), Path("y")), dim=8),
+    }
 
 
 @pytest.mark.parametrize(
@@ -303,18 +304,17 @@ def test_the_default_filter_takes_the_updates_of_all_models(tmp_path: Path) -> N
         assert updates == UpdateConfig(brokers=("b:1",), metadata_refresh_seconds=30.0)
 
 
-def test_rows_of_its_model_files_are_read(tmp_path: Path) -> None:
-    folder = tmp_path / "0_sparse.model"
-    folder.mkdir()
-    keys, rows = torch.tensor([5, -7, 1 << 40]), torch.arange(6.0).view(3, 2)
-    (folder / "key").write_bytes(keys.numpy().tobytes())
-    (folder / "emb_vector").write_bytes(rows.numpy().tobytes())
-    model = {"model": "m", "sparse_files": [str(folder)]}
-    (table,) = read(tmp_path, {"models": [model]}).models[0].tables
-    (chunk,) = table.open(dim=2)
-    assert torch.equal(chunk.keys, keys) and torch.equal(chunk.rows, rows)
-    with pytest.raises(ValueError, match="embedding_vecsize_per_table must say the columns of"):
-        table.open()
+def test_a_persistent_database_is_read_only_where_nothing_updates_it(tmp_path: Path) -> None:
+    database = {"type": "rocks_db", "path": "/rows", "read_only": True}
+    persistent = read(tmp_path, {"models": [MODEL], "persistent_db": database}).server.persistent
+    assert persistent == PersistentConfig(path=Path("/rows"), is_read_only=True, num_threads=16)
+
+
+def test_certificates_of_redis_are_made_out_to_its_address_or_to_a_name(tmp_path: Path) -> None:
+    database = {"type": "redis_cluster", "enable_tls": True}
+    for given, expected in ({}, None), ({"tls_server_name_identification": "redis"}, "redis"):
+        values = {"models": [MODEL], "volatile_db": {**database, **given}}
+        assert read(tmp_path, values).server.volatile.tls.server_name == expected
 
 
 def changed(**fields: Any) -> dict[str, Any]:
@@ -373,6 +373,18 @@ REFUSED: list[tuple[Any, str]] = [
     (
         {"models": [MODEL], "volatile_db": {"type": "disabled"}},
         "volatile or persistent must be given, where rows are, got neither",
+    ),
+    (
+        {"models": [MODEL], "volatile_db": {"initial_cache_rate": 0.5}},
+        "volatile.initial_share must be 0 or 1 where no persistent level has the other rows",
+    ),
+    (
+        {
+            "models": [MODEL],
+            "persistent_db": {"type": "rocks_db", "path": "/rows", "read_only": True},
+            "update_source": {"type": "kafka_message_queue"},
+        },
+        "updates must be left out where persistent.is_read_only is true, since its rows do not",
     ),
     (
         {"models": [MODEL], "persistent_db": {"type": "rocks_db"}},

@@ -9,14 +9,17 @@ from torchembed.serving.configuration.hugectr_file import (
     is_hugectr,
     read_hugectr_config,
 )
-from torchembed.serving.configuration.hugectr_models import HugectrModel, HugectrTable
 from torchembed.serving.configuration.level_configs import (
     PersistentConfig,
     RedisTlsConfig,
     UpdateConfig,
     VolatileConfig,
 )
-from torchembed.serving.configuration.model_config import BatchingConfig, ModelConfig
+from torchembed.serving.configuration.model_config import (
+    BatchingConfig,
+    HugectrRows,
+    ModelConfig,
+)
 from torchembed.serving.configuration.server_config import ServerConfig
 
 __all__ = [
@@ -24,8 +27,7 @@ __all__ = [
     "BatchingConfig",
     "CacheConfig",
     "HugectrConfig",
-    "HugectrModel",
-    "HugectrTable",
+    "HugectrRows",
     "ModelConfig",
     "PersistentConfig",
     "RedisTlsConfig",

@@ -167,7 +167,7 @@ def _redis(section: Section) -> dict[str, Any]:
         ca_certificate=Path(section.take("tls_ca_certificate", str, "cacertbundle.crt")),
         certificate=Path(section.take("tls_client_certificate", str, "client_cert.pem")),
         key=Path(section.take("tls_client_key", str, "client_key.pem")),
-        server_name=section.take("tls_server_name_identification", str, "redis.localhost"),
+        server_name=section.take("tls_server_name_identification", str, None),
     )
     return {
         "addresses": _addresses(section.take("address", str, "127.0.0.1:7000")),

@@ -11,7 +11,7 @@ from torchembed.serving.configuration.hugectr_databases import (
     read_updates,
     read_volatile,
 )
-from torchembed.serving.configuration.hugectr_models import HugectrModel, read_model
+from torchembed.serving.configuration.hugectr_models import read_model
 from torchembed.serving.configuration.hugectr_section import Section
 from torchembed.serving.configuration.server_config import ServerConfig
 
@@ -23,7 +23,6 @@ class HugectrConfig:
     """What a file of HugeCTR says."""
 
     server: ServerConfig
-    models: tuple[HugectrModel, ...]
     left_out: tuple[str, ...]
     """A sentence for each key that has no effect here, or another one than in HugeCTR."""
 
@@ -86,9 +85,9 @@ def hugectr_config(values: Any, models_folder: str | Path) -> HugectrConfig:
     section.end()
     server = ServerConfig(
         models_folder=Path(models_folder),
-        models=tuple(model.config for model in models),
+        models=models,
         volatile=volatile,
         persistent=persistent,
         updates=updates,
     )
-    return HugectrConfig(server=server, models=models, left_out=tuple(left_out))
+    return HugectrConfig(server=server, left_out=tuple(left_out))

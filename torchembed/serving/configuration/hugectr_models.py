@@ -1,58 +1,20 @@
 """Models in HugeCTR's configuration."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchembed.checkpoints import RowSource, open_hugectr_rows
 from torchembed.serving.configuration.cache_config import CacheConfig
 from torchembed.serving.configuration.fields import AboveUpTo, AtLeast, Between
 from torchembed.serving.configuration.hugectr_section import Section
-from torchembed.serving.configuration.model_config import BatchingConfig, ModelConfig
+from torchembed.serving.configuration.model_config import BatchingConfig, HugectrRows, ModelConfig
 from torchembed.serving.levels import CacheKind, RowFormat
 
 _FROM_MODEL_FOLDER = "left out; the model folder says it"
 _BY_ITSELF = "left out; it is for HugeCTR's own buffers and threads"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HugectrTable:
-    """A table whose rows are in files of HugeCTR."""
-
-    name: str
-    folders: tuple[str, ...]
-    """Each with the files ``key`` and ``emb_vector``."""
-    dim: int | None
-    """None where the file does not say."""
-
-    def open(self, dim: int | None = None) -> RowSource:
-        """The rows.
-
-        Args:
-            dim: columns of a row, where the table does not know.
-
-        Raises:
-            FileNotFoundError, ValueError: as :func:`~torchembed.checkpoints.open_hugectr_rows`.
-        """
-        columns = self.dim if self.dim is not None else dim
-        if columns is None:
-            raise ValueError(
-                f"embedding_vecsize_per_table must say the columns of table {self.name}, which its "
-                "files do not"
-            )
-        return open_hugectr_rows([Path(f) for f in self.folders], embedding_dim=columns)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HugectrModel:
-    """A model of HugeCTR: how it is served, and where its rows are."""
-
-    config: ModelConfig
-    tables: tuple[HugectrTable, ...]
-
-
-def read_model(values: Any, path: str, left_out: list[str], *, is_fused: bool) -> HugectrModel:
+def read_model(values: Any, path: str, left_out: list[str], *, is_fused: bool) -> ModelConfig:
     """The model of one member of ``models``.
 
     Args:
@@ -82,7 +44,8 @@ def read_model(values: Any, path: str, left_out: list[str], *, is_fused: bool) -
         num_instances=section.take("num_of_worker_buffer_in_pool", int, 2, AtLeast(1)),
         batching=BatchingConfig(max_samples=section.take("max_batch_size", int, 64, AtLeast(1))),
         hit_rate_threshold=section.take("hit_rate_threshold", float, 0.9, AtLeast(0)),
-        default_values={t.name: d for t, d in zip(tables, defaults, strict=False)},
+        default_values=dict(zip(tables, defaults, strict=False)),
+        hugectr_rows=tables,
         cache=_cache(section),
     )
     for key in ("dense_file", "network_file"):
@@ -106,10 +69,11 @@ def read_model(values: Any, path: str, left_out: list[str], *, is_fused: bool) -
     for key in ("use_mixed_precision", "scaler"):
         section.leave_out(key, "left out; the dense part computes in the precision it was deployed")
     section.end()
-    return HugectrModel(config=config, tables=tables)
+    return config
 
 
-def _tables(section: Section, *, is_fused: bool) -> tuple[HugectrTable, ...]:
+def _tables(section: Section, *, is_fused: bool) -> dict[str, HugectrRows]:
+    """Where the rows of each table are."""
     names = section.take_list("embedding_table_names", str)
     files = section.take_any("sparse_files")
     path = section.path_of("sparse_files")
@@ -132,10 +96,10 @@ def _tables(section: Section, *, is_fused: bool) -> tuple[HugectrTable, ...]:
         raise ValueError(
             f"{section.path_of('embedding_table_names')} must be distinct, got {names}"
         )
-    return tuple(
-        HugectrTable(name=name, folders=part, dim=None if dims is None else dims[i])
+    return {
+        name: HugectrRows(folders=tuple(map(Path, part)), dim=None if dims is None else dims[i])
         for i, (name, part) in enumerate(zip(names, folders, strict=True))
-    )
+    }
 
 
 def _check_length(

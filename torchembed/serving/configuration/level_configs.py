@@ -73,8 +73,9 @@ class VolatileConfig:
     overflow_resolution_target: Annotated[float, Inside(0, 1)] = 0.8
     """Part of ``overflow_margin_rows`` that is left then."""
     initial_share: Annotated[float, Between(0, 1)] = 1.0
-    """Part of each table that is written to it when a model is loaded; 0 for nothing, where Redis
-    has the rows already."""
+    """Part of each table that is written to it when a model is loaded, and to memory also where the
+    persistent level has the rows from before; 0 for nothing, where Redis has rows already, or
+    updates bring them. Between 0 and 1 a persistent level has the others."""
     inserts_missed_rows: bool = True
     """Whether rows that only the persistent level had are written to it."""
 
@@ -113,11 +114,12 @@ class PersistentConfig:
 
     path: Path
     is_read_only: bool = False
-    """Whether its rows are served as they are, and neither loaded nor updated."""
+    """Whether its rows are served as they are, and neither loaded nor updated. Any number of
+    processes may read it so at once, while none writes it."""
     is_loaded: bool = True
     """Whether rows of models are written to it when these are loaded; False where it has them."""
     num_threads: Annotated[int, AtLeast(1)] = 8
-    """Reads at once."""
+    """Threads of RocksDB that sort and merge files."""
     max_batch_rows: Annotated[int, AtLeast(1)] = 65_536
     """Rows of one write."""
 

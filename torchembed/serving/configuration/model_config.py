@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 from torchembed.serving.configuration.cache_config import CacheConfig
@@ -29,6 +30,25 @@ class BatchingConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HugectrRows:
+    """Rows of a table that HugeCTR saved.
+
+    Raises:
+        ValueError: for values that cannot be; it begins with the field's name.
+    """
+
+    folders: tuple[Path, ...]
+    """Each with the files ``key`` and ``emb_vector``."""
+    dim: Annotated[int, AtLeast(1)] | None = None
+    """Columns of a row, which must be those of the model; None where nobody says."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.folders:
+            raise ValueError("folders must be at least one, got none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A model that is served, by its name in the models folder.
 
@@ -51,6 +71,8 @@ class ModelConfig:
     default_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """By table: all elements of the vector of an id that has no row, in place of what the model
     folder says."""
+    hugectr_rows: Mapping[str, HugectrRows] = dataclasses.field(default_factory=dict)
+    """By table: rows that are loaded in place of those in the model folder."""
     rows: RowsOf = RowsOf.SHARED
     cache: CacheConfig = CacheConfig()
 

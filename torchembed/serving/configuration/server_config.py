@@ -66,3 +66,19 @@ class ServerConfig:
                 raise ValueError(f"models[{i}].name must not come twice, got {name!r} again")
         if self.volatile is None and self.persistent is None:
             raise ValueError("volatile or persistent must be given, where rows are, got neither")
+        if self.volatile is not None and self.persistent is None:
+            share = self.volatile.initial_share
+            if share not in (0, 1):
+                raise ValueError(
+                    "volatile.initial_share must be 0 or 1 where no persistent level has the other "
+                    f"rows, got {share}"
+                )
+        if (
+            self.updates is not None
+            and self.persistent is not None
+            and self.persistent.is_read_only
+        ):
+            raise ValueError(
+                "updates must be left out where persistent.is_read_only is true, since its rows "
+                "do not change"
+            )

@@ -8,6 +8,7 @@ from torchembed.serving.levels.embedding_cache import (
     TableCounts,
 )
 from torchembed.serving.levels.level import LevelStatistics
+from torchembed.serving.levels.level_rules import LevelRules, LoadedPart
 from torchembed.serving.levels.leveled_lookup import LeveledLookup, LookedUpRows, PooledFeatures
 from torchembed.serving.levels.lookup_statistics import LookupStatistics, Stage
 from torchembed.serving.levels.row_format import RowFormat
@@ -19,8 +20,10 @@ __all__ = [
     "CachedRows",
     "EmbeddingCache",
     "FoundRows",
+    "LevelRules",
     "LevelStatistics",
     "LeveledLookup",
+    "LoadedPart",
     "LookedUpRows",
     "LookupStatistics",
     "PooledFeatures",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchembed.serving.levels.level_rules import LevelRules, LoadedPart
 from torchembed.serving.levels.served_table import ServedTable
 from torchembed.stores import RowStore, RowStoreError, RowTable
 
@@ -48,6 +49,7 @@ class Level:
         name: in statistics and in the log.
         store: belongs to the caller, who closes it.
         tables: those that are served.
+        rules: what it takes.
         back_off_seconds: for how long it is left out after a fault.
         max_missed_keys: the most keys that it remembers having missed. Beyond that number it is to
             be emptied of their tables.
@@ -58,11 +60,12 @@ class Level:
         name: str,
         store: RowStore,
         tables: Sequence[ServedTable],
+        rules: LevelRules,
         *,
         back_off_seconds: float,
         max_missed_keys: int,
     ) -> None:
-        self.name = name
+        self.name, self.rules = name, rules
         self._store, self._served = store, tables
         self._back_off_seconds, self._max_missed_keys = back_off_seconds, max_missed_keys
         self._lock = threading.Lock()
@@ -115,6 +118,15 @@ class Level:
                 self._note_missed(table, keys)
                 self._note_fault(error)
 
+    def load(self, table: str, keys: Tensor, lines: Tensor, part: LoadedPart) -> None:
+        """Write those of the lines of a table that is being loaded that are within the level's
+        share, and delete the others, now or when it is back."""
+        if self.rules.initial_share == 0 and not self.rules.is_own:
+            return
+        num_taken = self.rules.num_taken(part, len(keys))
+        self.update(table, keys[:num_taken], lines[:num_taken])
+        self.update(table, keys[num_taken:], None)
+
     def must_update(self, table: str, keys: Tensor, lines: Tensor | None) -> None:
         """Write ``lines``, or where there are none delete ``keys``.
 
@@ -165,8 +177,10 @@ class Level:
     def _change(self, table: str, keys: Tensor, lines: Tensor | None) -> None:
         if lines is None:
             self._table(table).delete(keys)
-        else:
-            self._table(table).write(keys, lines)
+            return
+        num_rows = self.rules.max_batch_rows or len(keys)
+        for some_keys, some_lines in zip(keys.split(num_rows), lines.split(num_rows), strict=True):
+            self._table(table).write(some_keys, some_lines)
 
     def _is_usable(self) -> bool:
         """True if the level may be called; where it was away long enough, once it has what it

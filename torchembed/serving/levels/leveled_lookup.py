@@ -13,6 +13,7 @@ from torchembed.serving.levels.embedding_cache import CacheKind, EmbeddingCache,
 from torchembed.serving.levels.feature_plan import FeaturePlan, num_of_samples
 from torchembed.serving.levels.feature_pooling import pool_cached, pool_rows
 from torchembed.serving.levels.insertion_thread import InsertionThread
+from torchembed.serving.levels.level_rules import LoadedPart
 from torchembed.serving.levels.lookup_statistics import (
     Count,
     LookupStatistics,
@@ -223,6 +224,29 @@ class LeveledLookup:
                 self.cache.erase(place, deleted)
         self._totals.add(Count.UPDATED_ROWS, len(keys))
         self._totals.add(Count.DELETED_ROWS, len(deleted))
+
+    def load_rows(self, table: str, keys: Tensor, rows: Tensor, part: LoadedPart) -> None:
+        """Write rows of a table that is being loaded, into each level those within its initial
+        share, and in the cache where they are cached. Lookups that begin after the return see them.
+
+        Args:
+            table: name of one of the cache's tables.
+            keys: int64 ``[n]``, each once.
+            rows: floating ``[n, D]``.
+            part: which rows of the table they are.
+
+        Raises:
+            TypeError, ValueError, RowStoreError, OSError: as :meth:`apply_rows`.
+        """
+        place = positions_of([table], self.cache.tables)[0]
+        served = self.cache.tables[place]
+        checks.check_float("rows", rows)
+        checks.check_shape("rows", rows, (len(keys), served.dim), "number of keys, dim")
+        lines, keys = served.row_format.encode(rows), keys.cpu()
+        with self.levels.updating(table, keys):
+            self.levels.load_lines(table, keys, lines.cpu(), part)
+            with self.cache.access.writing():
+                self.cache.update(place, keys, lines)
 
     def refresh(self, share: float) -> int:
         """Read a share of the cached rows again from the levels, going around all of them from call

@@ -10,12 +10,16 @@ from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.serving.levels.level import Level, LevelStatistics
+from torchembed.serving.levels.level_rules import LevelRules, LoadedPart
 from torchembed.serving.levels.served_table import ServedTable, distinct_tables, positions_of
 from torchembed.serving.levels.update_log import Fetch, UpdateLog
 from torchembed.stores import LineChunk, RowStore
 
 _WRITTEN_BYTES = 1 << 28
 """Bytes of lines that one call of a store writes."""
+_ANY_NUMBER = 1 << 62
+_FILLED_BYTES = 1 << 24
+"""Bytes of lines that are copied from one level to another at a time."""
 
 
 class ReadLines(NamedTuple):
@@ -45,6 +49,7 @@ class RowLevels:
         stores: the uppermost first; they belong to the caller, who closes them after this.
         tables: those that are served; of several equal ones one counts.
         names: of the stores, for statistics and the log; by default those of their classes.
+        rules: of the stores; by default each takes all. The lowest one has all rows.
         back_off_seconds: for how long a store is left out after a fault.
         max_missed_keys: the most keys of which a store that is away is known to have missed
             updates. Where there are more, their tables are emptied there as it comes back.
@@ -60,6 +65,7 @@ class RowLevels:
         tables: Sequence[ServedTable],
         *,
         names: Sequence[str] | None = None,
+        rules: Sequence[LevelRules] | None = None,
         back_off_seconds: float = 1.0,
         max_missed_keys: int = 1 << 20,
     ) -> None:
@@ -71,6 +77,10 @@ class RowLevels:
             raise ValueError(
                 f"names must be {len(stores)} different ones, one for each store, got {list(names)}"
             )
+        if rules is None:
+            rules = [LevelRules()] * len(stores)
+        if len(rules) != len(stores):
+            raise ValueError(f"rules must be {len(stores)}, one for each store, got {len(rules)}")
         if not back_off_seconds >= 0:
             raise ValueError(f"back_off_seconds must not be negative, got {back_off_seconds}")
         checks.check_not_negative("max_missed_keys", max_missed_keys)
@@ -80,10 +90,11 @@ class RowLevels:
                 name,
                 store,
                 self.tables,
+                rule,
                 back_off_seconds=back_off_seconds,
                 max_missed_keys=max_missed_keys,
             )
-            for name, store in zip(names, stores, strict=True)
+            for name, store, rule in zip(names, stores, rules, strict=True)
         ]
         self._log = UpdateLog()
         self._writer = threading.RLock()
@@ -135,6 +146,8 @@ class RowLevels:
                 is_found[left[in_level]] = True
                 lacking.append((level, left[~in_level]))
             for level, missed in lacking:
+                if not level.rules.inserts_missed_rows:
+                    continue
                 chosen = missed[is_found[missed]]
                 self._promote(level, fetch, table, keys[chosen], lines[chosen])
         return ReadLines(lines, is_found, is_complete)
@@ -163,6 +176,45 @@ class RowLevels:
         num_rows = max(1, _WRITTEN_BYTES // self._table(table).line_bytes)
         for some_keys, some_lines in zip(keys.split(num_rows), lines.split(num_rows), strict=True):
             self._update(table, some_keys, some_lines)
+
+    def load_lines(self, table: str, keys: Tensor, lines: Tensor, part: LoadedPart) -> None:
+        """As :meth:`write_lines`, of a part of a table that is being loaded: each level but the
+        lowest takes what is within its initial share.
+
+        Args:
+            keys: int64 ``[n]`` on the CPU, each once.
+        """
+        num_rows, begin = max(1, _WRITTEN_BYTES // self._table(table).line_bytes), part.begin
+        for some_keys, some_lines in zip(keys.split(num_rows), lines.split(num_rows), strict=True):
+            with self.updating(table, some_keys):
+                self._levels[-1].must_update(table, some_keys, some_lines)
+                for level in reversed(self._levels[:-1]):
+                    level.load(table, some_keys, some_lines, LoadedPart(begin, part.num_rows))
+            begin += len(some_keys)
+
+    def fill(self, table: str) -> None:
+        """Copy rows that the lowest level has already to the levels that are this process's own,
+        each its initial share.
+
+        Raises:
+            RowStoreError, OSError: where the lowest level cannot be read, or does not have the
+                table and cannot be given it.
+        """
+        lowest = self._levels[-1].table(table)
+        levels = [v for v in self._levels[:-1] if v.rules.is_own and v.rules.initial_share > 0]
+        if not levels:
+            return
+        # Counting reads all keys, and where all rows are taken the number does not matter.
+        is_whole = all(level.rules.initial_share == 1 for level in levels)
+        part = LoadedPart(0, _ANY_NUMBER if is_whole else lowest.num_rows())
+        with self._log.fetching() as fetch:
+            for chunk in lowest.chunks(max(1, _FILLED_BYTES // lowest.line_bytes)):
+                num_taken = [level.rules.num_taken(part, len(chunk.keys)) for level in levels]
+                for level, num in zip(levels, num_taken, strict=True):
+                    self._promote(level, fetch, table, chunk.keys[:num], chunk.lines[:num])
+                if not any(num_taken):
+                    break
+                part = part._replace(begin=part.begin + len(chunk.keys))
 
     def delete(self, table: str, keys: Tensor) -> None:
         """Delete the rows of ``keys``, int64 ``[n]``, from all levels; keys without one are left

@@ -1,14 +1,16 @@
 """The folder of a version: where its parts are, and whether they are as they were written."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from torchembed.checkpoints import RowSource, open_rows
+from torchembed.checkpoints import RowSource, open_hugectr_rows, open_rows
 from torchembed.checkpoints.storage import FileDigest, Storage
 from torchembed.serving.models.description import ModelDescription
 from torchembed.serving.models.errors import ModelFolderError
 
 DESCRIPTION_FILE = "model.json"
 TABLES_FOLDER = "tables"
+_KEY_BYTES = 8
 _CHUNK_BYTES = 1 << 24
 """Of rows that are read at a time, beside which some copies of them are made."""
 
@@ -82,3 +84,27 @@ def open_table(folder: str | Path, table: str) -> RowSource:
         return open_rows(Path(folder) / TABLES_FOLDER / table, chunk_bytes=_CHUNK_BYTES)
     except (OSError, ValueError) as error:
         raise ModelFolderError(f"table {table} of {folder} is corrupt: {error}") from error
+
+
+def open_hugectr_table(folders: Sequence[Path], table: str, dim: int) -> RowSource:
+    """The rows of a table in folders of HugeCTR, checked.
+
+    Raises:
+        ValueError: where they are not there, or not rows of ``dim`` columns.
+    """
+    try:
+        return open_hugectr_rows(folders, embedding_dim=dim, chunk_bytes=_CHUNK_BYTES)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"rows of table {table} cannot be read: {error}") from error
+
+
+def num_hugectr_rows(folders: Sequence[Path], table: str) -> int:
+    """The number of rows of a table in folders of HugeCTR, by the sizes of their files.
+
+    Raises:
+        ValueError: where they are not there.
+    """
+    try:
+        return sum((Path(folder) / "key").stat().st_size for folder in folders) // _KEY_BYTES
+    except OSError as error:
+        raise ValueError(f"rows of table {table} cannot be read: {error}") from error

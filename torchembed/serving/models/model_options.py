@@ -1,7 +1,8 @@
 """How a model is served."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,8 @@ class ModelOptions:
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """By table: each element of the row that ids without one are answered by, in place of what the
     folder says."""
+    hugectr_folders: Mapping[str, Sequence[Path]] = dataclasses.field(default_factory=dict)
+    """By table: folders of HugeCTR that have its rows, in place of the model folder."""
     num_latest_versions: int = 1
     """So many of the newest versions answer."""
     versions: tuple[int, ...] = ()

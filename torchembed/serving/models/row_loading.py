@@ -2,15 +2,14 @@
 
 import hashlib
 import threading
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchembed.checkpoints import RowSource
-from torchembed.serving.levels import LeveledLookup
-from torchembed.serving.models.model_folder import open_table
+from torchembed.serving.levels import LeveledLookup, LoadedPart
 from torchembed.stores import RowStore
 
 _RECORDS = "torchembed.loaded_rows"
@@ -45,6 +44,8 @@ class RowLoader:
         self._is_loading = is_loading
         self._table = None if records is None else records.table(_RECORDS, 8)
         self._versions: dict[RowsOf, int] = {}
+        self._present: set[str] = set()
+        """Tables, by their names in stores, that levels of this process have their share of."""
         self._lock = threading.Lock()
 
     def version(self, rows: RowsOf) -> int:
@@ -53,27 +54,29 @@ class RowLoader:
             return self._version(rows)
 
     def load(
-        self, rows: RowsOf, version: int, folder: Path, table: str, lookup: LeveledLookup
+        self, rows: RowsOf, version: int, source: Callable[[], RowSource], lookup: LeveledLookup
     ) -> None:
-        """Write the rows of a version through a lookup, unless rows of it or of a later one are
-        there.
+        """Write the rows of a version through a lookup. Where rows of it or of a later one are in
+        the lowest level, levels that begin empty with each process get their share of those.
 
         Rows that the version does not have are deleted, where earlier ones of the model were loaded
         under that name.
 
         Args:
-            folder: of the version.
-            table: name of the table in it.
+            source: opens the rows of the version.
 
         Raises:
-            ModelFolderError: where the rows are not as they were written.
+            ValueError, OSError: where the rows cannot be read.
             RowStoreError, OSError: where they cannot be stored. Loading again does no harm.
         """
         earlier = self.version(rows)
         if not self._is_loading or earlier >= version:
+            if rows.store_name not in self._present:
+                lookup.levels.fill(rows.store_name)
+                self._present.add(rows.store_name)
             return
-        source = open_table(folder, table)
-        keys = _write(source, rows.store_name, lookup)
+        keys = _write(source(), rows.store_name, lookup)
+        self._present.add(rows.store_name)
         if earlier:
             _delete_others(keys, rows.store_name, lookup)
         lookup.levels.sync()
@@ -98,6 +101,7 @@ class RowLoader:
     def delete(self, rows: RowsOf, lookup: LeveledLookup) -> None:
         """Delete all rows of a table."""
         _delete_others(torch.empty(0, dtype=torch.int64), rows.store_name, lookup)
+        self._present.discard(rows.store_name)
 
     def _version(self, rows: RowsOf) -> int:
         found = self._versions.get(rows)
@@ -116,10 +120,12 @@ def _key(rows: RowsOf) -> Tensor:
 
 def _write(source: RowSource, store_name: str, lookup: LeveledLookup) -> Tensor:
     """Write all rows of a source; returns their keys, ascending."""
-    keys = []
+    keys, begin = [], 0
     for chunk in source:
-        lookup.apply_rows(store_name, chunk.keys, chunk.rows)
+        part = LoadedPart(begin, source.num_rows)
+        lookup.load_rows(store_name, chunk.keys, chunk.rows, part)
         keys.append(chunk.keys)
+        begin += len(chunk.keys)
     return torch.cat(keys).sort().values
 
 

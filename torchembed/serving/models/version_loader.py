@@ -3,15 +3,24 @@
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+from torchembed.checkpoints import RowSource
 from torchembed.serving.levels import LeveledLookup, ServedTable
 from torchembed.serving.models.description import DeployedTable, ModelDescription
 from torchembed.serving.models.dynamic_batcher import DynamicBatcher
 from torchembed.serving.models.errors import ModelFolderError
 from torchembed.serving.models.loaded_version import LoadedVersion
 from torchembed.serving.models.memory_needs import check_needs, memory_needs
-from torchembed.serving.models.model_folder import check_files, read_description, version_folder
+from torchembed.serving.models.model_folder import (
+    check_files,
+    num_hugectr_rows,
+    open_hugectr_table,
+    open_table,
+    read_description,
+    version_folder,
+)
 from torchembed.serving.models.model_options import ModelOptions
 from torchembed.serving.models.row_loading import RowLoader, RowsOf
 from torchembed.serving.models.shared_lookups import SharedLookups
@@ -78,7 +87,8 @@ class VersionLoader:
                     releasing.callback(self._drop, token, rows, lookups[served.name])
             for table, (served, _) in tables.items():
                 rows = RowsOf(name, served.name)
-                self.rows.load(rows, number, folder, table, lookups[served.name])
+                source = _source(folder, table, served.dim, options)
+                self.rows.load(rows, number, source, lookups[served.name])
             version = LoadedVersion(
                 folder,
                 description,
@@ -111,18 +121,31 @@ class VersionLoader:
             _logger.warning("rows of table %s stay in the stores: %s", rows.store_name, error)
 
 
+def _source(folder: Path, table: str, dim: int, options: ModelOptions) -> Callable[[], RowSource]:
+    """Opens the rows of a table of a version."""
+    folders = options.hugectr_folders.get(table)
+    if folders is None:
+        return lambda: open_table(folder, table)
+    return lambda: open_hugectr_table(folders, table, dim)
+
+
 def served_tables(
     description: ModelDescription, options: ModelOptions
 ) -> dict[str, tuple[ServedTable, int]]:
     """Each table of a version by its name, as it is served, with its number of rows.
 
     Raises:
-        ValueError: where the options have defaults for tables that there are none of.
+        ValueError: where the options have defaults or rows for tables that there are none of, and
+            where these rows are not there.
     """
     names = [table.name for table in description.tables]
-    unknown = sorted(set(options.defaults) - set(names))
-    if unknown:
-        raise ValueError(f"defaults must be of tables of the model, {names}, got {unknown}")
+    for what, given in (
+        ("folders of HugeCTR (embedding_table_names)", options.hugectr_folders),
+        ("defaults", options.defaults),
+    ):
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise ValueError(f"{what} must be of tables of the model, {names}, got {unknown}")
     return {
         table.name: (
             ServedTable(
@@ -131,10 +154,15 @@ def served_tables(
                 row_format=options.row_format,
                 default=options.defaults.get(table.name, table.default),
             ),
-            table.num_rows,
+            _num_rows(table, options),
         )
         for table in description.tables
     }
+
+
+def _num_rows(table: DeployedTable, options: ModelOptions) -> int:
+    folders = options.hugectr_folders.get(table.name)
+    return table.num_rows if folders is None else num_hugectr_rows(folders, table.name)
 
 
 def store_name(model: str, number: int, table: DeployedTable, options: ModelOptions) -> str:

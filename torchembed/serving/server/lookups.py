@@ -17,6 +17,7 @@ def model_options(config: ModelConfig, stack: StoreStack) -> ModelOptions:
         device=torch.device(_devices(config.cache)[0]),
         row_format=config.cache.row_format,
         defaults=config.default_values,
+        hugectr_folders={t: rows.folders for t, rows in config.hugectr_rows.items()},
         num_latest_versions=config.num_latest_versions,
         versions=config.versions,
         batching=_batching(config),
@@ -44,7 +45,7 @@ def _lookups(config: ModelConfig, stack: StoreStack) -> LookupFactory:
         whole = max(1, share[0])
         num_rows = {t.name: max(1, num_cached * n // whole) for t, n in tables.items()}
         cache = EmbeddingCache(served, _devices(caching), num_rows=num_rows, kind=caching.kind)
-        levels = RowLevels(stack.stores, served, names=stack.names)
+        levels = RowLevels(stack.stores, served, names=stack.names, rules=stack.rules)
         return LeveledLookup(cache, levels, hit_rate_threshold=config.hit_rate_threshold)
 
     return make

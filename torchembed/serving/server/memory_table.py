@@ -3,7 +3,13 @@
 import os
 
 from torchembed.serving.configuration import ModelConfig, ServerConfig, VolatileKind
-from torchembed.serving.models import models_in, read_description, version_folder, versions_in
+from torchembed.serving.models import (
+    ModelDescription,
+    models_in,
+    read_description,
+    version_folder,
+    versions_in,
+)
 from torchembed.serving.models.memory_needs import memory_needs
 from torchembed.serving.models.version_loader import served_tables
 from torchembed.serving.server.lookups import model_options
@@ -30,12 +36,13 @@ def memory_table(config: ServerConfig) -> str:
     counted: set[str] = set()
     for name in named or models_in(folder):
         model = named.get(name) or ModelConfig(name=name)
-        options = model_options(model, StoreStack((), (), None))
+        options = model_options(model, StoreStack((), (), (), None))
         found = versions_in(folder, name)
         if not found:
             raise ValueError(f"models must be in {folder}, and {name} has no version there")
         for number in sorted(options.versions) or found[-options.num_latest_versions :]:
             description = read_description(version_folder(folder, name, number))
+            _check_dims(model, description)
             tables = dict(served_tables(description, options).values())
             needs = memory_needs(description, tables)
             parts = {f"dense part of {name}, version {number}": needs.dense}
@@ -58,3 +65,15 @@ def memory_table(config: ServerConfig) -> str:
             "tables a narrower row format, or bound the volatile level above a persistent one"
         )
     return "\n".join([*lines, f"{total:>20,}  bytes in all, of {there:,}"])
+
+
+def _check_dims(model: ModelConfig, description: ModelDescription) -> None:
+    """Raise ``ValueError`` where rows of HugeCTR have another width than the model's tables."""
+    for table in description.tables:
+        rows = model.hugectr_rows.get(table.name)
+        if rows is not None and rows.dim not in (None, table.dim):
+            raise ValueError(
+                f"dim of hugectr_rows (embedding_vecsize_per_table) of table {table.name} must be "
+                f"{table.dim}, as version {description.version} of model {model.name} has it, got "
+                f"{rows.dim}"
+            )

@@ -26,7 +26,7 @@ from torchembed.serving.server.lookups import model_options
 from torchembed.serving.server.memory_table import memory_table
 from torchembed.serving.server.metrics import batch_totals, lookup_totals, update_totals
 from torchembed.serving.server.refreshing import Refresher
-from torchembed.serving.server.stores import open_stores
+from torchembed.serving.server.stores import loads_rows, open_stores
 from torchembed.serving.updates import ApplierOptions, UpdateApplier
 from torchembed.streams import SourceOptions, UpdateSource
 
@@ -52,8 +52,8 @@ class Server:
                     config.models_folder,
                     model_options(of_others, stores),
                     models=chosen or None,
-                    records=stores.persistent,
-                    is_loading=config.persistent is None or config.persistent.is_loaded,
+                    records=stores.records,
+                    is_loading=loads_rows(config),
                     max_bytes=config.max_memory_bytes,
                 )
             )

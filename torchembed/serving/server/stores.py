@@ -9,10 +9,12 @@ from torchembed.serving.configuration import (
     VolatileConfig,
     VolatileKind,
 )
+from torchembed.serving.levels import LevelRules
 from torchembed.stores import (
     RedisOptions,
     RedisStore,
     RedisTls,
+    RocksDBOptions,
     RocksDBStore,
     RowStore,
     VolatileMemoryStore,
@@ -25,60 +27,65 @@ class StoreStack(NamedTuple):
     Attributes:
         names: of the stores, for metrics.
         stores: the uppermost first.
-        persistent: the one that keeps its rows when the process ends; None where there is none.
+        rules: of each of them.
+        records: the one that keeps its rows when the process ends, and takes further ones; None
+            where there is none.
     """
 
     names: tuple[str, ...]
     stores: tuple[RowStore, ...]
-    persistent: RowStore | None
+    rules: tuple[LevelRules, ...]
+    records: RowStore | None
 
 
 def open_stores(config: ServerConfig, stack: contextlib.ExitStack) -> StoreStack:
     """Open the stores of a server, which ``stack`` closes.
 
     Raises:
-        ValueError: for settings that are not there yet, or values that stores refuse.
+        ValueError: for values that stores refuse.
         RowStoreError, OSError: where a store cannot be opened.
     """
     names: list[str] = []
     stores: list[RowStore] = []
+    rules: list[LevelRules] = []
+    records = None
     if config.volatile is not None:
+        is_own = config.volatile.kind is VolatileKind.MEMORY
         names.append(config.volatile.kind.value)
         stores.append(stack.enter_context(_volatile(config.volatile)))
-    persistent = None
+        rules.append(
+            LevelRules(
+                initial_share=config.volatile.initial_share,
+                is_own=is_own,
+                inserts_missed_rows=config.volatile.inserts_missed_rows,
+            )
+        )
+        records = None if is_own else stores[-1]
     if config.persistent is not None:
         names.append("rocksdb")
-        persistent = stack.enter_context(_persistent(config.persistent))
-        stores.append(persistent)
-    elif config.volatile is not None and config.volatile.kind is VolatileKind.REDIS:
-        persistent = stores[-1]
-    return StoreStack(tuple(names), tuple(stores), persistent)
+        stores.append(stack.enter_context(_persistent(config.persistent)))
+        rules.append(LevelRules(max_batch_rows=config.persistent.max_batch_rows))
+        records = None if config.persistent.is_read_only else stores[-1]
+    return StoreStack(tuple(names), tuple(stores), tuple(rules), records)
+
+
+def loads_rows(config: ServerConfig) -> bool:
+    """True where the rows of models are loaded into the stores, false where these have them."""
+    if config.persistent is not None:
+        return config.persistent.is_loaded and not config.persistent.is_read_only
+    return config.volatile is not None and config.volatile.initial_share > 0
 
 
 def _volatile(config: VolatileConfig) -> VolatileMemoryStore | RedisStore:
-    if config.initial_share != 1:
-        raise ValueError(
-            "volatile.initial_share must be 1, since models are loaded whole, got "
-            f"{config.initial_share}"
-        )
-    if not config.inserts_missed_rows:
-        raise ValueError(
-            "volatile.inserts_missed_rows must be true, since rows that only the persistent level "
-            "had are always written above it"
-        )
     if config.kind is VolatileKind.MEMORY:
         return VolatileMemoryStore(config.options)
     tls = None
     if config.tls is not None:
-        if config.tls.server_name is not None:
-            raise ValueError(
-                "volatile.tls.server_name must be left out: certificates must be made out to the "
-                "servers' addresses"
-            )
         tls = RedisTls(
             ca_certificate=config.tls.ca_certificate,
             client_certificate=config.tls.certificate,
             client_key=config.tls.key,
+            server_name=config.tls.server_name,
         )
     redis = RedisOptions(
         addresses=config.addresses,
@@ -93,6 +100,7 @@ def _volatile(config: VolatileConfig) -> VolatileMemoryStore | RedisStore:
 
 
 def _persistent(config: PersistentConfig) -> RocksDBStore:
+    options = RocksDBOptions(num_threads=config.num_threads)
     if config.is_read_only:
-        raise ValueError("persistent.is_read_only must be false: RocksDB is opened to be written")
-    return RocksDBStore(config.path)
+        return RocksDBStore.open_read_only(config.path, options)
+    return RocksDBStore(config.path, options)

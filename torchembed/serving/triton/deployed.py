@@ -17,7 +17,7 @@ from torchembed.serving.models import (
     versions_in,
 )
 from torchembed.serving.server.lookups import model_options
-from torchembed.serving.server.stores import open_stores
+from torchembed.serving.server.stores import loads_rows, open_stores
 from torchembed.serving.triton.repository import TritonOptions, write_triton_model
 
 
@@ -50,7 +50,11 @@ class DeployedModel:
             stores = open_stores(server, opening)
             options = model_options(chosen, stores)
             repository = ModelRepository(
-                models_folder, options, models={name: options}, records=stores.persistent
+                models_folder,
+                options,
+                models={name: options},
+                records=stores.records,
+                is_loading=loads_rows(server),
             )
             opening.enter_context(repository)
             repository.start()

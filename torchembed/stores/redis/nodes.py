@@ -229,11 +229,30 @@ def _reply(connection: "Connection") -> Any:
         return error
 
 
+def _connections_to(server_name: str | None) -> "type[Connection]":
+    """The class of encrypted connections to servers of a name, None for that of their addresses."""
+    encrypted = import_redis().connection.SSLConnection
+    if server_name is None:
+        return encrypted
+
+    class NamedConnection(encrypted):
+        """redis-py asks for the certificate of the host that it connects to."""
+
+        def _wrap_socket_with_ssl(self, sock: Any) -> Any:
+            address, self.host = self.host, server_name
+            try:
+                return super()._wrap_socket_with_ssl(sock)
+            finally:
+                self.host = address
+
+    return NamedConnection
+
+
 def _encryption(tls: RedisTls) -> dict[str, Any]:
     authorities = tls.ca_certificate
     is_folder = authorities is not None and Path(authorities).is_dir()
     return {
-        "connection_class": import_redis().connection.SSLConnection,
+        "connection_class": _connections_to(tls.server_name),
         "ssl_ca_path" if is_folder else "ssl_ca_certs": authorities and str(authorities),
         "ssl_certfile": tls.client_certificate and str(tls.client_certificate),
         "ssl_keyfile": tls.client_key and str(tls.client_key),

@@ -31,12 +31,15 @@ class RedisTls:
         client_certificate: file of the certificate that this process shows; None: none.
         client_key: file of its private key.
         checks_host_name: whether the server's certificate must be made out to its address.
+        server_name: the name that servers are asked by, and that their certificates must be made
+            out to, in place of their addresses.
     """
 
     ca_certificate: Path | str | None = None
     client_certificate: Path | str | None = None
     client_key: Path | str | None = None
     checks_host_name: bool = True
+    server_name: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("ca_certificate", "client_certificate", "client_key"):
@@ -45,6 +48,11 @@ class RedisTls:
                 raise ValueError(f"{name} must be a file that exists, got {str(path)!r}")
         if (self.client_certificate is None) != (self.client_key is None):
             raise ValueError("client_certificate and client_key must be given together")
+        if self.server_name is not None and (not self.server_name or not self.checks_host_name):
+            raise ValueError(
+                "server_name must be a name, and checks_host_name be True beside it, got "
+                f"{self.server_name!r} and {self.checks_host_name}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

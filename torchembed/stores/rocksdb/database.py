@@ -308,6 +308,7 @@ def _opened(
     chosen.set_write_buffer_size(options.write_buffer_bytes)
     chosen.set_target_file_size_base(_FILE_BYTES)
     chosen.set_max_open_files(_MAX_OPEN_FILES)
+    chosen.set_max_background_jobs(options.num_threads)
     chosen.set_keep_log_file_num(4)
     chosen.set_paranoid_checks(True)
     # The log may end in the middle of a write, after the end of the process. Damage before that is

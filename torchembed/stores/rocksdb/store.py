@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from torchembed.stores.arguments import check_same_line, check_table
-from torchembed.stores.errors import CorruptStoreError, StoreInUseError
+from torchembed.stores.errors import CorruptStoreError, RowStoreError, StoreInUseError
 from torchembed.stores.folder_lock import FolderLock
 from torchembed.stores.rocksdb.database import (
     ROWS,
@@ -70,6 +70,11 @@ class RocksDBStore:
         with database.lock:
             database.check_open()
             if name not in database.records:
+                if database.is_read_only:
+                    raise RowStoreError(
+                        f"the store in {database.store} is only read, and has no table {name!r}; "
+                        f"it has {sorted(database.records)}"
+                    )
                 database.add_table(name, line_bytes)
             record = database.records[name]
         check_same_line(str(database.folder), name, record.line_bytes, line_bytes)
@@ -158,13 +163,32 @@ class RocksDBStore:
             RowStoreError, OSError: as for opening a store.
         """
         import_rocksdict()
-        rows = _checked_checkpoint(checkpoint) / ROWS
-        folder = Path(tempfile.mkdtemp(prefix="torchembed-checkpoint-"))
+        return _opened_to_read(_checked_checkpoint(checkpoint), options or RocksDBOptions())
+
+    @staticmethod
+    def open_read_only(
+        path: str | os.PathLike[str], options: RocksDBOptions | None = None
+    ) -> "RocksDBStore":
+        """The tables of a store, which are read and cannot be written.
+
+        Any number of processes may have it open so, and none to write it meanwhile. The folder
+        stays as it is; one for temporary files has links to it until the store is closed.
+
+        Raises:
+            FileNotFoundError: where there is no store.
+            StoreInUseError: where another one has the folder open to write, or this process has it
+                open already.
+            CorruptStoreError, RowStoreError, OSError: as for opening a store.
+        """
+        import_rocksdict()
+        folder = Path(path)
+        if not (folder / ROWS).is_dir():
+            raise FileNotFoundError(errno.ENOENT, "path must be a folder of a store", str(path))
+        lock = FolderLock(folder, is_shared=True)
         try:
-            point_to_files(rows, folder / ROWS)
-            return _Snapshot(folder, options or RocksDBOptions(), store=Path(checkpoint))
+            return _opened_to_read(folder, options or RocksDBOptions(), lock)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()
             raise
 
     def close(self) -> None:
@@ -185,7 +209,14 @@ class RocksDBStore:
 class _Snapshot(RocksDBStore):
     """A store in a folder that is its own, and goes with it."""
 
-    def __init__(self, folder: Path, options: RocksDBOptions, store: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: RocksDBOptions,
+        store: Path | None = None,
+        lock: FolderLock | None = None,
+    ) -> None:
+        self._lock = lock
         self._database = Database(folder, options, is_read_only=True, store=store)
         # Snapshots of this one stand beside it, since its folder goes when it is closed.
         self._snapshots = folder.parent
@@ -195,6 +226,25 @@ class _Snapshot(RocksDBStore):
         super().close()
         if was_open:
             shutil.rmtree(self._database.folder, ignore_errors=True)
+            if self._lock is not None:
+                self._lock.release()
+
+
+def _opened_to_read(
+    store: Path, options: RocksDBOptions, lock: FolderLock | None = None
+) -> RocksDBStore:
+    """The tables of the folder ``store``, whose files nobody changes while it is read.
+
+    Args:
+        lock: of that folder, which is released when the result is closed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="torchembed-rows-"))
+    try:
+        point_to_files(store / ROWS, folder / ROWS)
+        return _Snapshot(folder, options, store=store, lock=lock)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _checked_checkpoint(path: str | os.PathLike[str]) -> Path:
