@@ -20,7 +20,20 @@ from tests.zoo.batches import (
 from tests.zoo.entries import Family
 from tests.zoo.sizes import Sizes
 from torchembed import HostMemory, SparseFeatures
-from torchembed.models import DLRM, DCNv2, DLRM_DCNv2
+from torchembed.models import (
+    DCN,
+    DLRM,
+    DNN,
+    AutoInt,
+    DCNv2,
+    DeepFM,
+    DLRM_DCNv2,
+    DLRMInteraction,
+    FactorizationMachine,
+    LogisticRegression,
+    WideAndDeep,
+    XDeepFM,
+)
 
 POOLED = Family("pooled")
 
@@ -67,63 +80,86 @@ class Pooled(nn.Module):
         return self.tables(sparse).values().view(-1, sizes.num_features, sizes.dim)
 
 
-@POOLED.model("logistic regression")
-class LogisticRegression(nn.Module):
-    """A weight for each id."""
+class LibraryModel(nn.Module):
+    """Base of the entries that are the library's models."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.tables = tables(sizes, dim=4)
-        self.bias = nn.Parameter(torch.zeros(()))
+        self.model = model
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
-        return self.tables(sparse).values().sum(1) + dense.sum(1) + self.bias
+        return self.model(dense, sparse)
+
+
+def weights(sizes: Sizes) -> nn.Module:
+    """A collection with a weight for each id."""
+    return tables(sizes, dim=1, prefix="linear_")
+
+
+@POOLED.model("logistic regression")
+class LogisticRegressionModel(LibraryModel):
+    """The library's: a weight for each id."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(LogisticRegression(weights(sizes), dense_in_features=sizes.num_dense))
 
 
 @POOLED.model("FM")
-class FM(Pooled):
-    """Products of all pairs of vectors, by the square of their sum."""
+class FM(LibraryModel):
+    """The library's: products of all pairs of vectors, by the square of their sum."""
 
     def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes)
-        self.linear = nn.Linear(sizes.num_dense, 1)
+        collections = tables(sizes), weights(sizes)
+        super().__init__(FactorizationMachine(*collections, dense_in_features=sizes.num_dense))
 
-    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
-        vectors = self.vectors(sparse)
-        pairs = vectors.sum(1).square() - vectors.square().sum(1)
-        return self.linear(dense)[:, 0] + 0.5 * pairs.sum(1)
+
+@POOLED.model("DNN")
+class DNNModel(LibraryModel):
+    """The library's: an MLP, with batch norm."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(
+            DNN(
+                tables(sizes),
+                layer_sizes=[sizes.hidden, sizes.hidden],
+                batch_norm=True,
+                dense_in_features=sizes.num_dense,
+            )
+        )
 
 
 @POOLED.model("Wide & Deep")
-class WideAndDeep(Pooled):
-    """A linear part with tables of its own beside a deep one."""
+class WideAndDeepModel(LibraryModel):
+    """The library's: a linear part with tables of its own beside a deep one."""
 
     def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes)
-        self.wide = tables(sizes, dim=4, prefix="wide_")
-        self.deep = layers(sizes.num_dense + self.width, sizes.hidden, sizes.hidden, 1)
-
-    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
-        deep = self.deep(torch.cat([dense, self.vectors(sparse).flatten(1)], dim=1))
-        return self.wide(sparse).values().sum(1, keepdim=True) + deep
+        super().__init__(
+            WideAndDeep(
+                tables(sizes),
+                weights(sizes),
+                layer_sizes=[sizes.hidden, sizes.hidden],
+                dense_in_features=sizes.num_dense,
+            )
+        )
 
 
 @POOLED.model("DeepFM")
-class DeepFM(Pooled):
-    """A factorization machine and a deep part over the same vectors."""
+class DeepFMModel(LibraryModel):
+    """The library's: a factorization machine and a deep part over the same vectors."""
 
     def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes)
-        self.deep = layers(sizes.num_dense + self.width, sizes.hidden, 1)
-
-    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
-        vectors = self.vectors(sparse)
-        pairs = 0.5 * (vectors.sum(1) ** 2 - (vectors**2).sum(1)).sum(1)
-        return pairs + self.deep(torch.cat([dense, vectors.flatten(1)], dim=1)).squeeze(1)
+        super().__init__(
+            DeepFM(
+                tables(sizes),
+                weights(sizes),
+                layer_sizes=[sizes.hidden],
+                dense_in_features=sizes.num_dense,
+            )
+        )
 
 
 @POOLED.model("batches of two sizes in turns", clicks_of_two_sizes)
-class DeepFMOfTwoSizes(DeepFM):
+class DeepFMOfTwoSizes(DeepFMModel):
     """DeepFM, trained by batches that are large or small."""
 
 
@@ -197,40 +233,33 @@ class PNN(Pooled):
 
 
 @POOLED.model("DCN")
-class DCN(Pooled):
-    """Cross layers with a vector each."""
+class DCNModel(LibraryModel):
+    """The library's: cross layers with a vector each."""
 
     def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes)
-        width = sizes.num_dense + self.width
-        self.weights = nn.ParameterList(torch.randn(width, 1) / width for _ in range(3))
-        self.biases = nn.ParameterList(torch.zeros(width) for _ in range(3))
-        self.deep = layers(width, sizes.hidden, sizes.hidden)
-        self.logit = nn.Linear(width + sizes.hidden, 1)
-
-    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
-        first = torch.cat([dense, self.vectors(sparse).flatten(1)], dim=1)
-        x = first
-        for weight, bias in zip(self.weights, self.biases, strict=True):
-            x = first * (x @ weight) + bias + x
-        return self.logit(torch.cat([x, self.deep(first)], dim=1))
+        super().__init__(
+            DCN(
+                tables(sizes),
+                num_cross_layers=3,
+                layer_sizes=[sizes.hidden, sizes.hidden],
+                dense_in_features=sizes.num_dense,
+            )
+        )
 
 
 @POOLED.model("DCNv2")
-class DCNv2Model(nn.Module):
+class DCNv2Model(LibraryModel):
     """The library's, with full cross layers."""
 
     def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.model = DCNv2(
-            tables(sizes),
-            num_cross_layers=2,
-            layer_sizes=[sizes.hidden, sizes.hidden],
-            dense_in_features=sizes.num_dense,
+        super().__init__(
+            DCNv2(
+                tables(sizes),
+                num_cross_layers=2,
+                layer_sizes=[sizes.hidden, sizes.hidden],
+                dense_in_features=sizes.num_dense,
+            )
         )
-
-    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
-        return self.model(dense, sparse)
 
 
 @POOLED.model("DCN-Mix")
@@ -258,61 +287,77 @@ class DCNMix(Pooled):
 
 
 @POOLED.model("DLRM")
-class DLRMModel(nn.Module):
+class DLRMModel(LibraryModel):
     """The library's, with dot products."""
 
     def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.model = DLRM(tables(sizes), sizes.num_dense, [sizes.hidden, sizes.dim], [16, 1])
+        layers = [sizes.hidden, sizes.dim], [16, 1]
+        super().__init__(DLRM(tables(sizes), sizes.num_dense, *layers))
 
-    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
-        return self.model(dense, sparse)
+
+@POOLED.model("DLRM of sparse features alone")
+class SparseDLRMModel(LibraryModel):
+    """The library's, without dense features and with vectors side by side."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(
+            DLRM(tables(sizes), 0, [], [16, 1], interaction=DLRMInteraction.CONCATENATION)
+        )
 
 
 @POOLED.model("DLRM-DCNv2", bags)
-class DLRMDCNv2Model(nn.Module):
+class DLRMDCNv2Model(LibraryModel):
     """MLPerf's model, with one to three ids of a feature."""
 
     def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.model = DLRM_DCNv2(
-            tables(sizes),
-            dense_in_features=sizes.num_dense,
-            dense_arch_layer_sizes=[sizes.hidden, sizes.dim],
-            over_arch_layer_sizes=[sizes.hidden, 1],
-            dcn_num_layers=2,
-            dcn_low_rank_dim=8,
+        super().__init__(
+            DLRM_DCNv2(
+                tables(sizes),
+                dense_in_features=sizes.num_dense,
+                dense_arch_layer_sizes=[sizes.hidden, sizes.dim],
+                over_arch_layer_sizes=[sizes.hidden, 1],
+                dcn_num_layers=2,
+                dcn_low_rank_dim=8,
+            )
         )
-
-    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
-        return self.model(dense, sparse)
 
 
 @POOLED.model("xDeepFM")
-class XDeepFM(Pooled):
-    """A compressed interaction network."""
+class XDeepFMModel(LibraryModel):
+    """The library's: a compressed interaction network."""
 
     def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes)
-        count, maps = sizes.num_features, 6
-        self.first = nn.Conv1d(count * count, maps, 1)
-        self.second = nn.Conv1d(maps * count, maps, 1)
-        self.deep = layers(self.width, sizes.hidden, 1)
-        self.logit = nn.Linear(2 * maps, 1)
+        super().__init__(
+            XDeepFM(
+                tables(sizes),
+                weights(sizes),
+                cin_layer_sizes=[6, 6],
+                layer_sizes=[sizes.hidden],
+                dense_in_features=sizes.num_dense,
+            )
+        )
 
-    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
-        vectors = self.vectors(sparse)
-        x, pooled = vectors, []
-        for layer in (self.first, self.second):
-            outer = torch.einsum("bhd,bmd->bhmd", x, vectors).flatten(1, 2)
-            x = layer(outer).relu()
-            pooled.append(x.sum(2))
-        return self.logit(torch.cat(pooled, dim=1)) + self.deep(vectors.flatten(1))
+
+@POOLED.model("torchembed's AutoInt")
+class AutoIntModel(LibraryModel):
+    """The library's: attention of features, and an MLP."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(
+            AutoInt(
+                tables(sizes),
+                num_attention_layers=2,
+                attention_dim=16,
+                num_heads=2,
+                layer_sizes=[sizes.hidden],
+                dense_in_features=sizes.num_dense,
+            )
+        )
 
 
 @POOLED.model("AutoInt")
-class AutoInt(Pooled):
-    """Self-attention over features."""
+class AutoIntOfTorchsLayers(Pooled):
+    """Self-attention over features, by torch's layer."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -505,5 +550,5 @@ class SharedTable(nn.Module):
 
 
 @POOLED.model("DeepFM with jagged bags", jagged_clicks)
-class JaggedDeepFM(DeepFM):
+class JaggedDeepFM(DeepFMModel):
     """Bags of different lengths."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.core.features import Features
-from torchembed.models.pooled import pooled_dims
+from torchembed.models.pooled import beside_dense, input_width
 from torchembed.modules.dense.cross import Cross, LowRankCross
 from torchembed.modules.dense.mlp import MLP
 
@@ -53,7 +53,7 @@ class DCNv2(nn.Module):
         dense_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        width = dense_in_features + sum(pooled_dims(embedding_bag_collection))
+        width = input_width(embedding_bag_collection, dense_in_features)
         self.embedding_bag_collection = embedding_bag_collection
         if low_rank is None:
             self.cross: nn.Module = Cross(width, num_cross_layers, device=dense_device)
@@ -80,11 +80,8 @@ class DCNv2(nn.Module):
         Raises:
             ValueError: where the model has dense features and the batch has none.
         """
-        features = self.embedding_bag_collection(sparse_features).values()
-        if self._dense_in_features:
-            if dense_features is None:
-                raise ValueError(f"dense_features must be [B, {self._dense_in_features}], got None")
-            features = torch.cat([dense_features, features], dim=1)
+        pooled = self.embedding_bag_collection(sparse_features).values()
+        features = beside_dense(dense_features, pooled, self._dense_in_features)
         crossed = self.cross(features)
         if self._structure is DCNv2Structure.STACKED:
             return self.logit(self.mlp(crossed))

@@ -1,16 +1,26 @@
 """``DLRM``, with dot products between features, and ``DLRM_DCNv2``, with a cross network."""
 
+import enum
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from torchembed.core.features import Features
-from torchembed.models.pooled import pooled_dims
+from torchembed.models.pooled import checked_dense, common_dim, pooled_dims
 from torchembed.modules.dense.cross import LowRankCross
 from torchembed.modules.dense.interaction import DotInteraction
 from torchembed.modules.dense.mlp import MLP
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
+
+
+class DLRMInteraction(enum.Enum):
+    """Interaction of the features in :class:`DLRM`."""
+
+    DOT = "dot"
+    """The dense vector, and the dot products of all pairs of vectors."""
+    CONCATENATION = "concatenation"
+    """All vectors, side by side."""
 
 
 class DLRM(nn.Module):
@@ -23,14 +33,19 @@ class DLRM(nn.Module):
     Args:
         embedding_bag_collection: looks up and pools the sparse features; torchembed's or
             TorchRec's. All its tables have one dim ``D``.
-        dense_in_features: number of dense features.
-        dense_arch_layer_sizes: widths of the layers over the dense features, the last of them D.
+        dense_in_features: number of dense features; 0 for a model of sparse features alone.
+        dense_arch_layer_sizes: widths of the layers over the dense features, the last of them D;
+            none where there are no dense features.
         over_arch_layer_sizes: widths of the layers over the interactions, the last of them 1 for
             one logit.
         dense_device: device of the parameters other than the tables'.
+        interaction: of the features.
+        dropout: dropout rate of the layers over the interactions, but the last.
+        batch_norm: whether these layers are normalized over the batch.
 
     Raises:
-        ValueError: for tables of several dims, or a last dense layer that is not D wide.
+        ValueError: for tables of several dims, a last dense layer that is not D wide, or dense
+            layers without dense features.
     """
 
     def __init__(
@@ -40,44 +55,66 @@ class DLRM(nn.Module):
         dense_arch_layer_sizes: Sequence[int],
         over_arch_layer_sizes: Sequence[int],
         dense_device: torch.device | str | None = None,
+        *,
+        interaction: DLRMInteraction = DLRMInteraction.DOT,
+        dropout: float = 0.0,
+        batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        dims = pooled_dims(embedding_bag_collection)
-        self.dense_arch = MLP(dense_in_features, dense_arch_layer_sizes, device=dense_device)
-        if len(set(dims)) != 1:
+        self._dim = common_dim(embedding_bag_collection)
+        self.dense_arch: MLP | None = None
+        if dense_in_features:
+            self.dense_arch = MLP(dense_in_features, dense_arch_layer_sizes, device=dense_device)
+            if dense_arch_layer_sizes[-1] != self._dim:
+                raise ValueError(
+                    f"dense_arch_layer_sizes must end with the embedding_dim {self._dim}, "
+                    f"got {list(dense_arch_layer_sizes)}"
+                )
+        elif dense_arch_layer_sizes:
             raise ValueError(
-                "embedding_bag_collection must have tables of one embedding_dim, "
-                f"got {sorted(set(dims))}; DLRM_DCNv2 takes several"
-            )
-        if dense_arch_layer_sizes[-1] != dims[0]:
-            raise ValueError(
-                f"dense_arch_layer_sizes must end with the embedding_dim {dims[0]}, "
+                "dense_arch_layer_sizes must be none where dense_in_features is 0, "
                 f"got {list(dense_arch_layer_sizes)}"
             )
-        num_pairs = len(dims) * (len(dims) + 1) // 2
+        num_vectors = len(pooled_dims(embedding_bag_collection)) + (dense_in_features > 0)
         self.embedding_bag_collection = embedding_bag_collection
-        self.interaction = DotInteraction()
+        self.interaction: DotInteraction | None = None
+        width = num_vectors * self._dim
+        if interaction is DLRMInteraction.DOT:
+            self.interaction = DotInteraction()
+            of_dense = self._dim if dense_in_features else 0
+            width = of_dense + num_vectors * (num_vectors - 1) // 2
         self.over_arch = MLP(
-            dims[0] + num_pairs,
+            width,
             over_arch_layer_sizes,
             activation_on_last=False,
+            dropout=dropout,
+            batch_norm=batch_norm,
             device=dense_device,
         )
+        self._dense_in_features = dense_in_features
 
-    def forward(self, dense_features: Tensor, sparse_features: Features) -> Tensor:
+    def forward(self, dense_features: Tensor | None, sparse_features: Features) -> Tensor:
         """Compute the logits of a batch.
 
         Args:
-            dense_features: ``[B, dense_in_features]``.
+            dense_features: ``[B, dense_in_features]``; ignored where the model has none.
             sparse_features: the embedding bag collection's argument.
 
         Returns:
             ``[B, over_arch_layer_sizes[-1]]``.
+
+        Raises:
+            ValueError: where the model has dense features and the batch has none.
         """
-        dense = self.dense_arch(dense_features)
+        dense = None
+        if self.dense_arch is not None:
+            dense = self.dense_arch(checked_dense(dense_features, self._dense_in_features))
         pooled = self.embedding_bag_collection(sparse_features).values()
-        sparse = pooled.unflatten(1, (-1, dense.shape[1]))
-        return self.over_arch(self.interaction(dense, sparse))
+        if self.interaction is not None:
+            interactions = self.interaction(dense, pooled.unflatten(1, (-1, self._dim)))
+        else:
+            interactions = pooled if dense is None else torch.cat([dense, pooled], dim=1)
+        return self.over_arch(interactions)
 
 
 class DLRM_DCNv2(nn.Module):

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.models.experts import Experts, Gate
-from torchembed.models.task_towers import TaskTowers, input_width
+from torchembed.models.pooled import input_width
+from torchembed.models.task_towers import TaskTowers
 
 
 class CGC(nn.Module):

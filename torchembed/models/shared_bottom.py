@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from torchembed.models.task_towers import TaskTowers, input_width
+from torchembed.models.pooled import input_width
+from torchembed.models.task_towers import TaskTowers
 from torchembed.modules.dense.mlp import MLP
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.core.features import Features
-from torchembed.models.pooled import pooled_dims
+from torchembed.models.pooled import beside_dense
 from torchembed.modules.dense.mlp import MLP
 
 
@@ -81,18 +81,10 @@ class TaskTowers(nn.Module):
         Raises:
             ValueError: where the model has dense features and the batch has none.
         """
-        x = self.embedding_bag_collection(sparse_features).values()
-        if self._dense_in_features:
-            if dense_features is None:
-                raise ValueError(f"dense_features must be [B, {self._dense_in_features}], got None")
-            x = torch.cat([dense_features, x], dim=1)
+        pooled = self.embedding_bag_collection(sparse_features).values()
+        x = beside_dense(dense_features, pooled, self._dense_in_features)
         outputs = [
             tower(vector).squeeze(1)
             for tower, vector in zip(self.towers, self.vectors(x), strict=True)
         ]
         return dict(zip(self.task_names, outputs, strict=True))
-
-
-def input_width(embedding_bag_collection: nn.Module, dense_in_features: int) -> int:
-    """Width of the dense features and all embeddings of a sample, side by side."""
-    return dense_in_features + sum(pooled_dims(embedding_bag_collection))

@@ -1,7 +1,8 @@
-"""``LowRankCross`` and ``Cross``: the cross networks of DCN-V2."""
+"""The cross networks: ``LowRankCross`` and ``Cross`` of DCN-V2, and ``VectorCross`` of DCN."""
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from torchembed.ops.cross import full_rank_cross, low_rank_cross_network
 
@@ -104,4 +105,51 @@ class Cross(nn.Module):
         x = x0
         for weight, bias in zip(self.weight, self.bias, strict=True):
             x = full_rank_cross(x0, x, weight, bias)
+        return x
+
+
+class VectorCross(nn.Module):
+    """A stack of cross layers with a vector each.
+
+    ``x[l + 1] = x[0] * (weight[l] . x[l]) + bias[l] + x[l]`` for layer l and each sample x, by
+    R. Wang et al., "Deep & Cross Network for Ad Click Predictions", ADKDD 2017. Maps
+    ``[B, in_features]`` to the same shape. Initial values are Glorot's normal ones, and biases of
+    zero.
+
+    Args:
+        in_features: width ``N`` of input and output; each layer's weight is ``[1, N]``.
+        num_layers: layers of the stack.
+        device: where to make the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_layers: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+
+        def parameters(*shape: int) -> nn.ParameterList:
+            return nn.ParameterList(
+                torch.empty(shape, device=device, dtype=dtype) for _ in range(num_layers)
+            )
+
+        self.weight = parameters(1, in_features)
+        self.bias = parameters(in_features)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial values."""
+        for weight, bias in zip(self.weight, self.bias, strict=True):
+            nn.init.xavier_normal_(weight)
+            nn.init.zeros_(bias)
+
+    def forward(self, x0: Tensor) -> Tensor:
+        x = x0
+        for weight, bias in zip(self.weight, self.bias, strict=True):
+            x = x0 * functional.linear(x, weight) + bias + x
         return x

@@ -1,0 +1,77 @@
+"""``DeepFM``: a factorization machine and an MLP over the same embeddings."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchembed.core.features import Features
+from torchembed.models.logistic_regression import LogisticRegression
+from torchembed.models.pooled import beside_dense, common_dim, input_width
+from torchembed.modules.dense.interaction import sum_of_pair_products
+from torchembed.modules.dense.mlp import MLP
+
+
+class DeepFM(nn.Module):
+    """A factorization machine and an MLP over the same embeddings.
+
+    H. Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction",
+    IJCAI 2017. Dense features are in the linear part and in the MLP.
+
+    Args:
+        embedding_bag_collection: looks up and pools the sparse features; torchembed's or
+            TorchRec's. All its tables have one dim ``D``.
+        linear_collection: the same with tables of one column, the weights of the linear part.
+        layer_sizes: widths of the MLP's layers, before the logit.
+        dropout: dropout rate of the MLP's layers.
+        batch_norm: whether the MLP's layers are normalized over the batch.
+        dense_in_features: number of dense features, which come before the embeddings.
+        dense_device: device of the parameters other than the tables'.
+
+    Raises:
+        TypeError: where one is no embedding bag collection.
+        ValueError: for tables of several dims, a ``linear_collection`` of more than one column, or
+            no layers.
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: nn.Module,
+        linear_collection: nn.Module,
+        *,
+        layer_sizes: Sequence[int],
+        dropout: float = 0.0,
+        batch_norm: bool = False,
+        dense_in_features: int = 0,
+        dense_device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self._dim = common_dim(embedding_bag_collection)
+        self.embedding_bag_collection = embedding_bag_collection
+        self.linear = LogisticRegression(
+            linear_collection, dense_in_features=dense_in_features, dense_device=dense_device
+        )
+        width = input_width(embedding_bag_collection, dense_in_features)
+        self.mlp = MLP(
+            width, layer_sizes, dropout=dropout, batch_norm=batch_norm, device=dense_device
+        )
+        self.logit = nn.Linear(layer_sizes[-1], 1, bias=False, device=dense_device)
+        self._dense_in_features = dense_in_features
+
+    def forward(self, dense_features: Tensor | None, sparse_features: Features) -> Tensor:
+        """Compute the logits of a batch.
+
+        Args:
+            dense_features: ``[B, dense_in_features]``; ignored where the model has none.
+            sparse_features: the argument of both collections.
+
+        Returns:
+            ``[B, 1]``.
+
+        Raises:
+            ValueError: where the model has dense features and the batch has none.
+        """
+        pooled = self.embedding_bag_collection(sparse_features).values()
+        pairs = sum_of_pair_products(pooled.unflatten(1, (-1, self._dim)))
+        hidden = self.mlp(beside_dense(dense_features, pooled, self._dense_in_features))
+        return self.linear(dense_features, sparse_features) + pairs + self.logit(hidden)
