@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchembed.ops.dense_update
+import torchembed.ops.id_shares
 import torchembed.ops.jagged
 import torchembed.ops.linearize_ids
 import torchembed.ops.pooled_lookup
@@ -49,6 +50,20 @@ ERRORS: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
             r"^rows_dtype must be int32 or int64, got int8$",
             {"rows_dtype": torch.int8},
         ),
+    ],
+    "shares_of_ids": [
+        (TypeError, r"^ids must be int32 or int64, got float32", {"ids": WEIGHT[0]}),
+        (ValueError, r"^ids must be contiguous; call \.contig", {"ids": SPREAD_IDS}),
+        (ValueError, r"^num_shares must be positive and less than", {"num_shares": 0}),
+    ],
+    "are_in_share": [
+        (ValueError, r"^hotness must be 1 counts >= 0, .*, got \[-3\]$", {"hotness": [-3]}),
+        (ValueError, r"^ids must hold 4 elements .sum.hotness. \* batch_size.", {"batch_size": 4}),
+        (ValueError, r"^ids must be contiguous; call \.contig", {"ids": SPREAD_IDS}),
+        (ValueError, r"^shares must hold 1 elements", {"shares": torch.tensor([4, 4])}),
+        (TypeError, r"^num_shares must be int64, got int32", {"num_shares": OFFSETS[:1].int()}),
+        (TypeError, r"^shares must be int64, got int32", {"shares": OFFSETS[:1].int()}),
+        (ValueError, r"^shares must be on cpu as ids is, got meta", {"shares": NOT_THERE}),
     ],
     "locate_bad_id": [
         (ValueError, r"^values must hold at least one id, got none$", {"values": IDS[:0]}),

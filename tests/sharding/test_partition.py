@@ -124,13 +124,13 @@ def test_a_layout_knows_where_partitions_are_no_ranges(device: torch.device) -> 
     (is_hashed,) = layout.hashed_parts(device).values()
     assert is_hashed.tolist() == [False, True, False]
     assert Layout(slot_parts(0, ROW_WISE), 2).are_ranges
-    ids = [torch.tensor([0, 3, -1], device=device), torch.tensor([-1, LOW, 0], device=device)]
-    is_valid = layout.make_local(ids, 1)
+    ids = torch.tensor([0, 3, -1, -1, LOW, 0], device=device)
+    is_valid = layout.make_local(ids, (3, 3), 1, 1)
     assert is_valid is not None
     # Of ranges the numbers say it.
     of_hash = [place_in_python(row_id, 2) == 1 for row_id in (-1, LOW, 0)]
     assert is_valid.tolist() == [True, True, True, *of_hash]
-    assert [of_block.tolist() for of_block in ids] == [[-3, 0, -4], [-1, LOW, 0]]
+    assert ids.tolist() == [-3, 0, -4, -1, LOW, 0]
 
 
 def test_ids_of_a_dynamic_table_on_one_rank_all_go_there(device: torch.device) -> None:

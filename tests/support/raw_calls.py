@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 import torchembed.ops.dense_update
+import torchembed.ops.id_shares
 import torchembed.ops.initialize_rows
 import torchembed.ops.jagged
 import torchembed.ops.linearize_ids
@@ -32,6 +33,14 @@ FITTING: dict[str, dict[str, Any]] = {
         "batch_size": 3,
         "on_bad_id": 0,
         "rows_dtype": LONG,
+    },
+    "shares_of_ids": {"ids": IDS, "num_shares": 2},
+    "are_in_share": {
+        "ids": IDS,
+        "hotness": [1],
+        "num_shares": torch.tensor([2]),
+        "shares": torch.tensor([1]),
+        "batch_size": 3,
     },
     "locate_bad_id": {
         "values": IDS,

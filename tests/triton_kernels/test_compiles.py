@@ -33,6 +33,7 @@ from torchembed.triton_kernels import (
     find_cached,
     find_slots,
     gradient_map,
+    id_shares,
     initialize_rows,
     insert_keys,
     jagged,
@@ -101,6 +102,12 @@ def launch_linearize_ids(offsets: Tensor | None, hotness: list[int]) -> None:
         bounds = None if offsets is None else offsets[::BATCH_SIZE]
         location = ids(count=2 if bounds is None else 4)
         linearize_ids.launch_locate_bad_id(ids(dtype), ids(count=1), bounds, location)
+
+
+def launch_id_shares(dtype: torch.dtype) -> None:
+    of_features = torch.ones(2, dtype=torch.int64)
+    id_shares.launch_shares_of_ids(ids(dtype), 3)
+    id_shares.launch_are_in_share(ids(dtype), [1, 3], of_features, of_features, BATCH_SIZE)
 
 
 def launch_pooled_lookup(
@@ -304,6 +311,8 @@ OFFSETS = torch.arange(2 * BATCH_SIZE + 1) * 2
 LAUNCHES: dict[str, Callable[[], object]] = {
     "linearize jagged": lambda: launch_linearize_ids(OFFSETS, []),
     "linearize fixed": lambda: launch_linearize_ids(None, [1, 3]),
+    "shares": lambda: launch_id_shares(torch.int64),
+    "shares of int32": lambda: launch_id_shares(torch.int32),
     "find runs": lambda: segments.launch_find_runs(ids(), NUM_ROWS),
     "find one run": lambda: segments.launch_find_runs(ids(count=1), 2**40),
     "sequence": lambda: sequence_lookup.launch_sequence_lookup_forward(

@@ -13,6 +13,7 @@ from torchembed.core.update_records import RowUpdate
 from torchembed.triton_kernels import (
     bags,
     gradient_map,
+    id_shares,
     linearize_ids,
     pooled_lookup,
     rounding,
@@ -42,6 +43,16 @@ def test_linearize_ids(device: torch.device) -> None:
         )
         assert rows.tolist() == [2, 0, 4, 6, at_bad, 3]
         assert first_bad.tolist() == [4]
+
+
+def test_id_shares(device: torch.device) -> None:
+    ids = integers(device, -1, 0, 1, 2, 3, 4, dtype=torch.int64)
+    assert id_shares.launch_shares_of_ids(ids[:4], 2).tolist() == [0, 1, 1, 1]
+    assert id_shares.launch_shares_of_ids(ids[:5], 3).tolist() == [1, 1, 2, 2, 1]
+    num_shares = integers(device, 1, 3, dtype=torch.int64)
+    asked = integers(device, 0, 2, dtype=torch.int64)
+    found = id_shares.launch_are_in_share(ids, [1, 2], num_shares, asked, 2)
+    assert found.int().tolist() == [1, 1, 1, 1, 0, 0]
 
 
 def test_find_runs_count(device: torch.device) -> None:

@@ -16,6 +16,9 @@ from torch import Tensor
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_FIRST = 0xBF58476D1CE4E5B9
 MIX_SECOND = 0x94D049BB133111EB
+SHARE_KEY = 1
+"""Key of the hash that chooses which rank holds an id. It is not the one of hash tables (0), so
+that the ids of a rank spread over all blocks and buckets of its table."""
 
 
 def signed64(value: int) -> int:

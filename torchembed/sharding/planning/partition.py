@@ -4,15 +4,10 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from torchembed.core.random_bits import random_bits, shift_right
+from torchembed.ops.id_shares import shares_of_ids
 from torchembed.sharding.planning.plan import Shard
-
-_HASH_KEY = 1
-"""Key of the hash that chooses ranks. It is not the one of hash tables (0), so that the ids of a
-rank spread over all blocks and buckets of its table."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,14 +57,11 @@ class HashPartition:
 
     def places_of(self, ids: Tensor) -> Tensor:
         """For each of ``ids [L]`` the place, in :attr:`ranks`, of the rank that holds its row,
-        int64 ``[L]``.
+        int64 ``[L]``: a function of the id and of the number of ranks alone.
 
-        ``floor(h * num_ranks / 2**32)`` for the high 32 bits h of the id's hash; a function of the
-        id and of the number of ranks alone. On the device of ``ids``; never waits for a GPU.
+        On the device of ``ids``; never waits for a GPU.
         """
-        ids = ids.long()
-        hashes = random_bits(torch.full_like(ids, _HASH_KEY), ids)
-        return (shift_right(hashes, 32) * len(self.ranks)) >> 32
+        return shares_of_ids(ids, len(self.ranks))
 
 
 Partition = RangePartition | HashPartition

@@ -68,8 +68,9 @@ class FixedRoute(Route):
         self._send, self._receive = send, receive
         self.hotness, self.num_samples = hotness, num_samples
         values = blocks_first(exchange(pick(features.values), send, receive, group))
-        lengths = [hotness[block.part] * sum(self.batch_sizes) for block in mine]
-        self.is_valid = layout.make_local(values.split(lengths), rank)
+        of_all_ranks = sum(self.batch_sizes)
+        of_mine = tuple(hotness[block.part] for block in mine)
+        self.is_valid = layout.make_local(values, of_mine, of_all_ranks, rank)
         weights = features.weights
         if weights is not None:
             exchanged = self._exchange_weights(pick(weights), send, receive)
@@ -78,8 +79,8 @@ class FixedRoute(Route):
         self.features = SparseFeatures(
             keys=self._block_keys(),
             values=values,
-            batch_size=sum(self.batch_sizes),
-            hotness=tuple(hotness[block.part] for block in mine),
+            batch_size=of_all_ranks,
+            hotness=of_mine,
             weights=weights,
         )
 

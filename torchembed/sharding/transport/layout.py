@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.piece_order import PieceOrder
+from torchembed.ops.id_shares import are_in_share
 from torchembed.sharding.planning.partition import HashPartition, Partition, RangePartition
 from torchembed.sharding.planning.plan import Shard, TablePlan
 
@@ -106,6 +107,7 @@ class Layout:
                     self._made_boundaries().to(device),
                     self._made_bucket_rows().to(device),
                     {p: is_of.to(device) for p, is_of in self._made_hashed_parts().items()},
+                    self._made_shares().to(device),
                 )
         return self._known[device]
 
@@ -128,34 +130,44 @@ class Layout:
         rows = [w * self.num_parts + b.part for w, blocks in enumerate(self.blocks) for b in blocks]
         return torch.tensor(rows, dtype=torch.int64)
 
-    def make_local(self, ids: Sequence[Tensor], rank: int) -> Tensor | None:
+    def _made_shares(self) -> Tensor:
+        """int64 ``[2, blocks]``: for each block of all ranks, the number of shares that a hash
+        divides its ids into, and the share of its rank; ids in ranges are one share."""
+        shares = []
+        for rank, blocks in enumerate(self.blocks):
+            for block in blocks:
+                partition = self._partitions[block.part]
+                is_hash = isinstance(partition, HashPartition)
+                ranks = partition.ranks if is_hash else (rank,)
+                shares.append((len(ranks), ranks.index(rank)))
+        return torch.tensor(shares, dtype=torch.int64).reshape(-1, 2).t().contiguous()
+
+    def make_local(
+        self, ids: Tensor, hotness: Sequence[int], num_samples: int, rank: int
+    ) -> Tensor | None:
         """Replace the ids that came to ``rank`` by what its row indices are asked for, in place.
 
         Args:
-            ids: of each of the rank's blocks, those of all ranks' rows.
+            ids: ``[L]``: of each of the rank's blocks, those of all ranks' rows.
+            hotness: ids of a sample, for each of these blocks.
+            num_samples: of all ranks together.
 
         Returns:
-            bool ``[L]``, for all of them: False where the rank holds no row of an id, but for ids
-            in ranges, since those of other ranks are outside the rank's rows then. None where all
-            partitions are ranges.
+            bool ``[L]``: False where the rank holds no row of an id, but for ids in ranges, since
+            those of other ranks are outside the rank's rows then. None where all partitions are
+            ranges.
         """
-        hashed: dict[HashPartition, list[int]] = {}
-        for number, (block, of_block) in enumerate(zip(self.blocks[rank], ids, strict=True)):
-            partition = self._partitions[block.part]
+        mine = self.blocks[rank]
+        partitions = [self._partitions[block.part] for block in mine]
+        of_blocks = ids.split([count * num_samples for count in hotness])
+        for partition, of_block in zip(partitions, of_blocks, strict=True):
             if isinstance(partition, RangePartition):
                 partition.make_local(of_block, rank)
-            else:
-                hashed.setdefault(partition, []).append(number)
-        if not hashed:
+        if all(isinstance(partition, RangePartition) for partition in partitions):
             return None
-        is_valid = [torch.ones_like(of_block, dtype=torch.bool) for of_block in ids]
-        for partition, numbers in hashed.items():
-            places = partition.places_of(torch.cat([ids[number] for number in numbers]))
-            is_here = places == partition.ranks.index(rank)
-            pieces = is_here.split([len(ids[number]) for number in numbers])
-            for number, piece in zip(numbers, pieces, strict=True):
-                is_valid[number] = piece
-        return torch.cat(is_valid)
+        first = sum(map(len, self.blocks[:rank]))
+        num_shares, shares = self._on(ids.device).shares[:, first : first + len(mine)]
+        return are_in_share(ids, num_shares, shares, hotness=hotness, batch_size=num_samples)
 
 
 class _LayoutTensors(NamedTuple):
@@ -164,3 +176,4 @@ class _LayoutTensors(NamedTuple):
     boundaries: Tensor
     bucket_rows: Tensor
     hashed_parts: dict[HashPartition, Tensor]
+    shares: Tensor
