@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchembed.serving.levels import (
+    CacheKind,
     EmbeddingCache,
     LeveledLookup,
     RowFormat,
@@ -50,14 +51,21 @@ def padded(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("devices", ["cpu", ["cpu", "cpu", "cpu"]], ids=["one", "sharded"])
 @pytest.mark.parametrize("num_rows", [3, 300], ids=["smaller than a lookup", "whole"])
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("num_device_rows", [None, 6], ids=["dynamic", "uvm"])
+@settings(max_examples=15, deadline=None)
 @given(calls=st.lists(CALLS, max_size=12))
 def test_rows_are_those_of_a_dict(
-    devices: str | list[str], num_rows: int, calls: list[tuple[str, list[tuple[int, int]]]]
+    devices: str | list[str],
+    num_rows: int,
+    num_device_rows: int | None,
+    calls: list[tuple[str, list[tuple[int, int]]]],
 ) -> None:
     model: dict[tuple[int, int], Tensor] = {}
     num_ids = num_defaults = 0
-    cache = EmbeddingCache(TABLES, devices, num_rows=num_rows)
+    kind = CacheKind.DYNAMIC if num_device_rows is None else CacheKind.UVM
+    cache = EmbeddingCache(
+        TABLES, devices, num_rows=num_rows, kind=kind, num_device_rows=num_device_rows
+    )
     with MemoryStore() as store:
         levels = RowLevels([store], TABLES)
         with LeveledLookup(cache, levels, hit_rate_threshold=1.5) as lookup:

@@ -21,6 +21,7 @@ from torchembed.ops.hash_table import (
 )
 from torchembed.ops.pooled_lookup import pooled_lookup
 from torchembed.ops.sequence_lookup import sequence_lookup
+from torchembed.serving.levels.line_memory import DeviceLines, HostLines
 from torchembed.serving.levels.served_table import ServedTable
 
 
@@ -32,6 +33,15 @@ class FoundSlots(NamedTuple):
     where there is no id."""
     is_missing: Tensor
     """bool ``[L]``: True for ids without a row here."""
+
+
+class LoadedCounts(NamedTuple):
+    """Counts of rows that could not be loaded."""
+
+    num_changed: int
+    """Those whose keys had another row; nothing was loaded then."""
+    num_refused: int
+    """Those for which there was no room."""
 
 
 class Bags(NamedTuple):
@@ -57,18 +67,24 @@ class CacheGroup:
     table of all of them, so that a lookup in many tables is one call.
 
     Each table has a row behind its slots, which holds its default and answers ids that have none.
-    One more row behind all of them takes what is written to no row. Shapes never depend on what
-    tensors hold, and no method waits for a GPU. :class:`CacheAccess` says who may call which when.
+    Shapes never depend on what tensors hold, and no method waits for a GPU unless it says so.
+    :class:`CacheAccess` says who may call which when.
 
     Args:
         tables: of one dim and format.
         num_rows: rows that the cache has room for, of each table. A table's row may be evicted
             before all its room is taken, since a key has 256 slots to choose from.
         device: of all tensors.
+        num_device_rows: rows that are on the device beside memory of the host, which then has all
+            of them; None for all rows on the device.
     """
 
     def __init__(
-        self, tables: Sequence[ServedTable], num_rows: Sequence[int], device: torch.device
+        self,
+        tables: Sequence[ServedTable],
+        num_rows: Sequence[int],
+        device: torch.device,
+        num_device_rows: int | None = None,
     ) -> None:
         self.dim, self.row_format = tables[0].dim, tables[0].row_format
         self.device = device
@@ -77,16 +93,20 @@ class CacheGroup:
         self.ranges = slot_ranges(shapes)
         self.hash_tables: HashTables = empty_hash_tables(shapes, Policy.LRU, device)
         num_slots = self.ranges[-1].end
+        self.num_slots = num_slots
+        """Slots of all tables, default rows among them."""
         line_bytes = self.row_format.line_bytes(self.dim)
-        self.lines = torch.zeros(num_slots + 1, line_bytes, dtype=torch.uint8, device=device)
-        """uint8 ``[S + 1, line_bytes]``."""
-        self._trash = num_slots
+        self.memory: DeviceLines | HostLines
+        if num_device_rows is None:
+            self.memory = DeviceLines(num_slots, line_bytes, device)
+        else:
+            self.memory = HostLines(num_slots, line_bytes, num_device_rows, device)
         default_slots = [slots.end - 1 for slots in self.ranges]
         # One more, of table -1, which index -1 reads.
         self._default_slots = torch.tensor([*default_slots, -1], device=device)
         defaults = torch.tensor([table.default for table in tables], device=device)
         default_rows = defaults[:, None].expand(-1, self.dim)
-        self.lines[self._default_slots[:-1]] = self.row_format.encode(default_rows)
+        self.memory.write(self._default_slots[:-1], self.row_format.encode(default_rows))
         self.table_of_slot = torch.cat(
             [
                 torch.full((slots.num_slots,), table, dtype=torch.int32, device=device)
@@ -98,11 +118,6 @@ class CacheGroup:
         """The number of the last lookup or insertion, by which rows are the longest unused."""
 
         self._next_slot = 0
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of all tables, default rows among them."""
-        return self._trash
 
     def find(self, keys: Tensor, tables: Tensor, *, is_use: bool = True) -> FoundSlots:
         """Find the rows of ``keys``, int64 ``[L]``, of ``tables``, int32 ``[L]``: -1 where there is
@@ -117,19 +132,19 @@ class CacheGroup:
 
     def read(self, slots: Tensor) -> Tensor:
         """The rows in ``slots``, int64 ``[L]``: float32 ``[L, dim]``; zeros for -1."""
-        if not self.row_format.has_scale:
-            return sequence_lookup(self._weight(), slots, output_dtype=torch.float32)
-        rows = self.row_format.decode(self.lines[slots], self.dim)
-        return rows.masked_fill_((slots < 0)[:, None], 0.0)
+        weight = self._weight()
+        if weight is not None:
+            return sequence_lookup(weight, slots, output_dtype=torch.float32)
+        rows = self.row_format.decode(self.memory.read(slots), self.dim)
+        return rows.masked_fill((slots < 0)[:, None], 0.0)
 
     def pool(self, slots: Tensor, bags: Bags) -> Tensor:
         """Pool the rows in ``slots``, as :func:`pooled_lookup`: float32
-        ``[B, F, dim]``. Rows with a scale are decoded first."""
-        if self.row_format.has_scale:
+        ``[B, F, dim]``. Rows with a scale, and those in memory of the host, are read first."""
+        weight, rows = self._weight(), slots
+        if weight is None:
             weight = self.read(slots)
             rows = torch.arange(slots.numel(), device=slots.device)
-        else:
-            weight, rows = self._weight(), slots
         return pooled_lookup(
             weight,
             rows,
@@ -159,11 +174,32 @@ class CacheGroup:
             epoch=self.epoch,
             released=self.epoch - 1,
         )
-        self._write(inserted.slots, lines)
+        self.memory.write(inserted.slots, lines)
+
+    def load(self, keys: Tensor, tables: Tensor, lines: Tensor) -> LoadedCounts:
+        """Write ``lines`` under ``keys`` that have no row, and evict none for them; arguments as
+        :meth:`insert`. Waits for the device."""
+        self.epoch.add_(1)
+        before = find_slots(self.hash_tables, keys, tables)
+        is_held = before >= 0
+        num_changed = int((self.memory.read(before[is_held]) != lines[is_held]).any(1).sum())
+        if num_changed:
+            return LoadedCounts(num_changed, 0)
+        inserted = insert_keys(
+            self.hash_tables,
+            keys,
+            tables,
+            before,
+            policy=Policy.LRU,
+            epoch=self.epoch,
+            released=torch.zeros_like(self.epoch),
+        )
+        self.memory.write(inserted.slots, lines)
+        return LoadedCounts(0, int(((inserted.slots < 0) & (tables >= 0)).sum()))
 
     def update(self, keys: Tensor, tables: Tensor, lines: Tensor) -> None:
         """Write ``lines`` under those of ``keys`` that have a row; arguments as :meth:`insert`."""
-        self._write(find_slots(self.hash_tables, keys, tables), lines)
+        self.memory.write(find_slots(self.hash_tables, keys, tables), lines)
 
     def erase(self, keys: Tensor, tables: Tensor) -> None:
         """Free the slots of ``keys``, which may come several times."""
@@ -188,8 +224,8 @@ class CacheGroup:
             found += [(table, keys[tables == table]) for table in tables.unique().tolist()]
         return found
 
-    def _weight(self) -> Tensor:
-        return self.lines.view(self.row_format.dtype)
-
-    def _write(self, slots: Tensor, lines: Tensor) -> None:
-        self.lines[torch.where(slots < 0, self._trash, slots)] = lines
+    def _weight(self) -> Tensor | None:
+        """The rows as a matrix; None where they are not one on the device."""
+        if self.row_format.has_scale or isinstance(self.memory, HostLines):
+            return None
+        return self.memory.lines.view(self.row_format.dtype)

@@ -11,7 +11,9 @@ from torchembed.core.key_partitions import partition_of
 from torchembed.ops.hash_table import Counter
 from torchembed.serving.levels.cache_access import CacheAccess
 from torchembed.serving.levels.cache_group import Bags, CacheGroup
-from torchembed.serving.levels.served_table import ServedTable, distinct_tables, positions_of
+from torchembed.serving.levels.cache_sizes import rows_of_device, rows_of_tables
+from torchembed.serving.levels.line_memory import HostLines
+from torchembed.serving.levels.served_table import ServedTable, distinct_tables
 
 
 class CacheKind(enum.Enum):
@@ -20,10 +22,10 @@ class CacheKind(enum.Enum):
     DYNAMIC = "dynamic"
     """Rows that were used last; others are read from the levels below and take their places."""
     STATIC = "static"
-    """Whole tables, as they were loaded; they take no updates."""
+    """Whole tables, as they were loaded: they take no updates, and there is no level below."""
     UVM = "uvm"
-    """Whole tables in the memory of the host, which lookups read by themselves, and on the device
-    the rows that are used most."""
+    """Whole tables in memory of the host, which lookups read by themselves, and on the device the
+    rows that are used most. Updates write them, and add rows."""
 
 
 class FoundRows(NamedTuple):
@@ -80,9 +82,12 @@ class EmbeddingCache:
         tables: of several equal ones one counts, so that models share tables by their names.
         device: one device, or several: the first one takes keys and gives rows.
         num_rows: rows that there is room for: of each table by its name, or of all together, in
-            equal parts. Rounded up to whole buckets of keys.
+            equal parts. Rounded up to whole buckets of keys. Kinds that hold whole tables take
+            their numbers of rows here, and have an eighth more room, so that each key finds some.
         num_bytes: in place of it, the bytes of rows of all tables, in equal parts.
-        kind: what it holds; only ``CacheKind.DYNAMIC`` is there yet.
+        kind: what it holds.
+        num_device_rows: for ``CacheKind.UVM``, and for it alone: the rows of all tables together
+            that are on the devices.
 
     Raises:
         TypeError, ValueError: for arguments that do not fit.
@@ -96,20 +101,26 @@ class EmbeddingCache:
         num_rows: int | Mapping[str, int] | None = None,
         num_bytes: int | None = None,
         kind: CacheKind = CacheKind.DYNAMIC,
+        num_device_rows: int | None = None,
     ) -> None:
         self.tables = distinct_tables(tables)
-        if kind is not CacheKind.DYNAMIC:
+        if (kind is CacheKind.UVM) != (num_device_rows is not None):
             raise ValueError(
-                f"kind must be CacheKind.DYNAMIC, got {kind}: caches of whole tables are not there "
-                "yet; give a dynamic one num_rows of all rows"
+                "num_device_rows must be given for a cache of CacheKind.UVM, and for no other, got "
+                f"{num_device_rows} for {kind}"
             )
+        if num_device_rows is not None and num_device_rows < 1:
+            raise ValueError(f"num_device_rows must be at least 1, got {num_device_rows}")
         self.kind = kind
         given = [device] if isinstance(device, (str, torch.device)) else list(device)
         if not given:
             raise ValueError("device must name at least one device, got none")
         self.devices = tuple(map(_with_index, given))
         self.access = CacheAccess(self.devices)
-        counts = _rows_of_tables(self.tables, num_rows, num_bytes)
+        counts = [
+            rows_of_device(count, len(self.devices), is_whole=kind is not CacheKind.DYNAMIC)
+            for count in rows_of_tables(self.tables, num_rows, num_bytes)
+        ]
         self.members = _by_form(self.tables)
         """The places of each group's tables among :attr:`tables`."""
         self.group_of = [0] * len(self.tables)
@@ -120,12 +131,15 @@ class EmbeddingCache:
             [
                 CacheGroup(
                     [self.tables[place] for place in places],
-                    [-(-counts[place] // len(self.devices)) for place in places],
+                    [counts[place] for place in places],
                     each,
+                    num_on_device,
                 )
                 for each in self.devices
             ]
-            for places in self.members
+            for places, num_on_device in zip(
+                self.members, self._device_rows(counts, num_device_rows), strict=True
+            )
         ]
         local = torch.full((len(self.members), len(self.tables) + 1), -1, dtype=torch.int32)
         for group, places in enumerate(self.members):
@@ -216,6 +230,37 @@ class EmbeddingCache:
         for shard, tables in self._owners(table, keys):
             shard.insert(keys.to(shard.device), tables, lines.to(shard.device))
 
+    def load(self, table: int, keys: Tensor, lines: Tensor) -> None:
+        """Write rows of a whole table, none of which makes room for another; arguments as
+        :meth:`insert`. Rows that are there already may come again. Waits for the devices.
+
+        Raises:
+            ValueError: for keys that have another row, before anything is written, and where there
+                is no room for all.
+        """
+        for shard, tables in self._owners(table, keys):
+            found = shard.load(keys.to(shard.device), tables, lines.to(shard.device))
+            name = self.tables[table].name
+            if found.num_changed:
+                raise ValueError(
+                    f"rows of table {name!r} must be those that were loaded, got "
+                    f"{found.num_changed} others for ids that have one; serve rows by version, or "
+                    "make the cache with CacheKind.DYNAMIC or CacheKind.UVM"
+                )
+            if found.num_refused:
+                raise ValueError(
+                    f"the cache must have room for all rows of table {name!r}, got "
+                    f"{found.num_refused} too many; give a larger num_rows"
+                )
+
+    def keep(self, found: FoundRows) -> None:
+        """Have the rows of ``found`` on the devices, for ``CacheKind.UVM``: those that come most
+        often, in place of others that were not used lately. Waits for the devices."""
+        for shards, slots in zip(self._groups, found.slots, strict=True):
+            for shard, of_shard in zip(shards, slots, strict=True):
+                assert isinstance(shard.memory, HostLines)
+                shard.memory.keep(of_shard)
+
     def update(self, table: int, keys: Tensor, lines: Tensor) -> None:
         """Write the rows of those of ``keys`` that are cached; arguments as :meth:`insert`."""
         for shard, tables in self._owners(table, keys):
@@ -255,6 +300,16 @@ class EmbeddingCache:
                 )
         return found
 
+    def _device_rows(self, counts: Sequence[int], num_rows: int | None) -> list[int | None]:
+        """The rows of each group that are on one device, in proportion to the group's; None for
+        all of them."""
+        if num_rows is None:
+            return [None] * len(self.members)
+        all_rows = sum(counts)
+        of_groups = [sum(counts[place] for place in places) for places in self.members]
+        of_devices = all_rows * len(self.devices)
+        return [max(1, min(n, -(-num_rows * n // of_devices))) for n in of_groups]
+
     def _owners(self, table: int, keys: Tensor) -> Iterator[tuple[CacheGroup, Tensor]]:
         """Each shard of a table's group, and the table there of each of ``keys [n]``, int32 ``[n]``
         on the shard's device: -1 for keys of other shards."""
@@ -280,36 +335,6 @@ def _by_form(tables: Sequence[ServedTable]) -> list[list[int]]:
     for place, table in enumerate(tables):
         places.setdefault((table.dim, table.row_format), []).append(place)
     return list(places.values())
-
-
-def _rows_of_tables(
-    tables: Sequence[ServedTable],
-    num_rows: int | Mapping[str, int] | None,
-    num_bytes: int | None,
-) -> list[int]:
-    """The rows of each table that there is to be room for."""
-    if (num_rows is None) == (num_bytes is None):
-        raise ValueError(
-            f"give exactly one of num_rows and num_bytes, got {num_rows} and {num_bytes}"
-        )
-    if isinstance(num_rows, Mapping):
-        positions_of(list(num_rows), tables)
-        lacking = [table.name for table in tables if table.name not in num_rows]
-        if lacking:
-            raise ValueError(f"num_rows must have all tables, got none for {lacking}")
-        counts = [num_rows[table.name] for table in tables]
-    elif num_rows is not None:
-        counts = [num_rows // len(tables)] * len(tables)
-    else:
-        assert num_bytes is not None
-        counts = [num_bytes // len(tables) // table.line_bytes for table in tables]
-    for table, count in zip(tables, counts, strict=True):
-        if count < 1:
-            raise ValueError(
-                f"the cache must have room for at least 1 row of table {table.name!r}, got "
-                f"{count}; give a larger num_rows or num_bytes"
-            )
-    return counts
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -12,7 +12,6 @@ from torchembed.core.features import SparseFeatures
 from torchembed.serving.levels.embedding_cache import CacheKind, EmbeddingCache, FoundRows
 from torchembed.serving.levels.feature_plan import FeaturePlan, num_of_samples
 from torchembed.serving.levels.feature_pooling import pool_cached, pool_rows
-from torchembed.serving.levels.insertion_thread import InsertionThread
 from torchembed.serving.levels.level_rules import LoadedPart
 from torchembed.serving.levels.lookup_statistics import (
     Count,
@@ -23,6 +22,7 @@ from torchembed.serving.levels.lookup_statistics import (
 from torchembed.serving.levels.missing_rows import FetchedRows, MissingRows, num_distinct
 from torchembed.serving.levels.row_levels import RowLevels
 from torchembed.serving.levels.served_table import ServedFeature, positions_of
+from torchembed.serving.levels.work_behind import WorkBehind
 from torchembed.stores.last_places import last_places
 
 
@@ -45,18 +45,6 @@ class PooledFeatures(NamedTuple):
     """int32 ``[B]``: how many ids of each sample were answered by their table's default row."""
 
 
-class _Missed(NamedTuple):
-    """A lookup that missed some ids."""
-
-    keys: Tensor
-    tables: Tensor
-    is_missing: Tensor
-    num_missing: int | None
-    """None where nobody has counted them yet."""
-    event: torch.cuda.Event | None
-    """When these are there, on a GPU."""
-
-
 class LeveledLookup:
     """Looks up rows in a cache, and those that it lacks in the levels below.
 
@@ -68,7 +56,7 @@ class LeveledLookup:
 
     Args:
         cache: may be shared with others that have the same ``levels``.
-        levels: below it.
+        levels: below it; None for a static cache, which has none.
         tables: names of the tables that :meth:`look_up` takes by their places; by default all of
             the cache.
         hit_rate_threshold: above 1 every lookup that misses ids waits for them. At 0 none does,
@@ -77,13 +65,14 @@ class LeveledLookup:
             ones are not inserted: they are missed again.
 
     Raises:
-        ValueError: for tables that cache or levels lack, or have in another form.
+        ValueError: for tables that cache or levels lack, or have in another form; for levels below
+            a static cache, and for none below another one.
     """
 
     def __init__(
         self,
         cache: EmbeddingCache,
-        levels: RowLevels,
+        levels: RowLevels | None,
         *,
         tables: Sequence[str] | None = None,
         hit_rate_threshold: float = 0.9,
@@ -98,7 +87,14 @@ class LeveledLookup:
             raise ValueError(
                 f"max_waiting_insertions must be positive, got {max_waiting_insertions}"
             )
-        unequal = sorted(table.name for table in set(cache.tables).difference(levels.tables))
+        if (levels is None) != (cache.kind is CacheKind.STATIC):
+            raise ValueError(
+                "levels must be None for a static cache, which holds whole tables, and for no "
+                f"other, got {levels} for {cache.kind}"
+            )
+        unequal = []
+        if levels is not None:
+            unequal = sorted(table.name for table in set(cache.tables).difference(levels.tables))
         if unequal:
             raise ValueError(
                 f"levels must have the cache's tables {unequal} in the same form; make both of one "
@@ -115,10 +111,8 @@ class LeveledLookup:
         self._is_whole = places == list(range(len(cache.tables)))
         self._plans: dict[tuple[tuple[str, ...], tuple[ServedFeature, ...]], FeaturePlan] = {}
         self._totals = LookupTotals()
-        self._missing = MissingRows(cache, levels, self._totals)
-        self._behind = InsertionThread(
-            self._insert, lambda: self._totals.add(Count.FAILED_INSERTIONS), max_waiting_insertions
-        )
+        self._missing = None if levels is None else MissingRows(cache, levels, self._totals)
+        self._behind = WorkBehind(cache, self._missing, self._totals, max_waiting_insertions)
 
     @torch.no_grad()
     def look_up(self, keys: Tensor, tables: Tensor) -> LookedUpRows:
@@ -189,7 +183,8 @@ class LeveledLookup:
         deleted_keys: Tensor | None = None,
     ) -> None:
         """Write rows in all levels, and in the cache where they are cached, then delete others
-        likewise. Lookups that begin after the return see them.
+        likewise. Lookups that begin after the return see them. A cache of whole tables gets rows
+        that it lacks, too.
 
         Args:
             table: name of one of the cache's tables.
@@ -203,23 +198,21 @@ class LeveledLookup:
                 harm.
         """
         place = positions_of([table], self.cache.tables)[0]
-        if self.cache.kind is CacheKind.STATIC:
+        levels = self.levels
+        if levels is None:
             raise ValueError(
                 f"table {table!r} must be in a cache that takes updates, got a static one; make "
                 "the cache with CacheKind.DYNAMIC or CacheKind.UVM"
             )
-        served = self.cache.tables[place]
-        checks.check_float("rows", rows)
-        checks.check_shape("rows", rows, (len(keys), served.dim), "number of keys, dim")
-        lines, keys = served.row_format.encode(rows), keys.cpu()
+        keys, lines = self._lines(place, keys, rows)
         deleted = keys[:0] if deleted_keys is None else deleted_keys.cpu()
-        with self.levels.updating(table, torch.cat([keys, deleted])):
-            self.levels.write_lines(table, keys, lines.cpu())
+        with levels.updating(table, torch.cat([keys, deleted])):
+            levels.write_lines(table, keys, lines.cpu())
             last = last_places(keys.numpy())
             keys, lines = keys[last], lines[last]
             with self.cache.access.writing():
-                self.cache.update(place, keys, lines)
-            self.levels.delete(table, deleted)
+                self._write(place, keys, lines)
+            levels.delete(table, deleted)
             with self.cache.access.writing():
                 self.cache.erase(place, deleted)
         self._totals.add(Count.UPDATED_ROWS, len(keys))
@@ -227,7 +220,8 @@ class LeveledLookup:
 
     def load_rows(self, table: str, keys: Tensor, rows: Tensor, part: LoadedPart) -> None:
         """Write rows of a table that is being loaded, into each level those within its initial
-        share, and in the cache where they are cached. Lookups that begin after the return see them.
+        share, and in the cache where they are cached, or where it holds whole tables. Lookups that
+        begin after the return see them.
 
         Args:
             table: name of one of the cache's tables.
@@ -236,17 +230,31 @@ class LeveledLookup:
             part: which rows of the table they are.
 
         Raises:
-            TypeError, ValueError, RowStoreError, OSError: as :meth:`apply_rows`.
+            TypeError, ValueError: for another table, dtype or shape; where a static cache has
+                another row of a key, or no room.
+            RowStoreError, OSError: as :meth:`apply_rows`.
         """
         place = positions_of([table], self.cache.tables)[0]
-        served = self.cache.tables[place]
-        checks.check_float("rows", rows)
-        checks.check_shape("rows", rows, (len(keys), served.dim), "number of keys, dim")
-        lines, keys = served.row_format.encode(rows), keys.cpu()
+        keys, lines = self._lines(place, keys, rows)
+        if self.levels is None:
+            with self.cache.access.writing():
+                self.cache.load(place, keys, lines)
+            return
         with self.levels.updating(table, keys):
             self.levels.load_lines(table, keys, lines.cpu(), part)
             with self.cache.access.writing():
-                self.cache.update(place, keys, lines)
+                self._write(place, keys, lines)
+
+    def read_all(self, table: str) -> None:
+        """Read the rows of a table from the lowest level into a cache that holds whole tables; a
+        dynamic one reads them as they are missed.
+
+        Raises:
+            ValueError: for another table.
+            RowStoreError, OSError: where the level cannot be read.
+        """
+        if self._missing is not None and self.cache.kind is CacheKind.UVM:
+            self._missing.read_all(positions_of([table], self.cache.tables)[0])
 
     def refresh(self, share: float) -> int:
         """Read a share of the cached rows again from the levels, going around all of them from call
@@ -261,12 +269,13 @@ class LeveledLookup:
         """
         if not 0 < share <= 1:
             raise ValueError(f"share must be in (0, 1], got {share}")
-        if self.cache.kind is CacheKind.STATIC:
+        missing = self._missing
+        if missing is None:
             raise ValueError("a static cache is not refreshed; make it with CacheKind.DYNAMIC")
         with self.cache.access.reading():
             chosen = self.cache.next_keys(share)
         for place, keys in chosen:
-            self._missing.refresh(place, keys)
+            missing.refresh(place, keys)
         num_rows = sum(len(keys) for _, keys in chosen)
         self._totals.add(Count.REFRESHED_ROWS, num_rows)
         return num_rows
@@ -279,7 +288,8 @@ class LeveledLookup:
         """The totals of now; waits for the devices."""
         with self.cache.access.reading():
             tables = self.cache.counts()
-        return self._totals.statistics(tables, self.levels.statistics())
+        levels = () if self.levels is None else self.levels.statistics()
+        return self._totals.statistics(tables, levels)
 
     def close(self) -> None:
         """Insert what waits to be inserted, and end the thread that does it. Cache and levels are
@@ -297,14 +307,30 @@ class LeveledLookup:
     ) -> None:
         self.close()
 
+    def _lines(self, place: int, keys: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """``keys``, on the CPU, and lines of ``rows``."""
+        served = self.cache.tables[place]
+        checks.check_float("rows", rows)
+        checks.check_shape("rows", rows, (len(keys), served.dim), "number of keys, dim")
+        return keys.cpu(), served.row_format.encode(rows)
+
+    def _write(self, place: int, keys: Tensor, lines: Tensor) -> None:
+        """Write rows in the cache that it is to have."""
+        if self.cache.kind is CacheKind.UVM:
+            self.cache.insert(place, keys, lines)
+        else:
+            self.cache.update(place, keys, lines)
+
     def _settle(self, keys: Tensor, tables: Tensor, found: FoundRows) -> list[FetchedRows]:
         """What the answer to ids that were not cached is to have beside default rows; of others
         nothing is needed, or they are inserted behind."""
-        totals, is_static = self._totals, self.cache.kind is CacheKind.STATIC
+        totals, missing = self._totals, self._missing
         totals.add(Count.LOOKUPS)
         totals.add(Count.REQUESTED, keys.numel())
-        if self.cache.device.type == "cuda" and (is_static or self._threshold == 0):
-            self._insert_behind(keys, tables, found, None)
+        if self.cache.kind is CacheKind.UVM:
+            self._behind.keep(found)
+        if self.cache.device.type == "cuda" and (missing is None or self._threshold == 0):
+            self._behind.insert(keys, tables, found, is_counted=False)
             return []
         with totals.timed(Stage.DEDUP):
             num_missing = int(found.num_missing)
@@ -314,44 +340,14 @@ class LeveledLookup:
             num_unique = num_distinct(keys, tables)
             totals.add(Count.UNIQUE, num_unique)
             num_lacking = num_distinct(keys, tables.masked_fill(~found.is_missing, -1))
-        if is_static or 1 - num_lacking / num_unique >= self._threshold:
-            self._insert_behind(keys, tables, found, num_missing)
+        if missing is None or 1 - num_lacking / num_unique >= self._threshold:
+            totals.add(Count.DEFAULTS, num_missing)
+            self._behind.insert(keys, tables, found, is_counted=True)
             return []
         totals.add(Count.SYNCHRONOUS_LOOKUPS)
-        fetched = self._missing.fetch(keys, tables, found.is_missing)
+        fetched = missing.fetch(keys, tables, found.is_missing)
         totals.add(Count.DEFAULTS, sum(part.num_default for part in fetched))
         return fetched
-
-    def _insert_behind(
-        self, keys: Tensor, tables: Tensor, found: FoundRows, num_missing: int | None
-    ) -> None:
-        """Have missing rows inserted by the thread; where their number is None it is counted
-        there."""
-        self._totals.add(Count.ASYNCHRONOUS_LOOKUPS)
-        if num_missing is not None:
-            self._totals.add(Count.DEFAULTS, num_missing)
-            if self.cache.kind is CacheKind.STATIC:
-                return
-        # The caller may have other ids in the memory of these once it has its answer.
-        missed = _Missed(keys.clone(), tables.clone(), found.is_missing.clone(), num_missing, None)
-        if keys.is_cuda:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(keys.device))
-            missed = missed._replace(event=event)
-        if not self._behind.offer(missed):
-            self._totals.add(Count.DROPPED_INSERTIONS)
-
-    @torch.no_grad()
-    def _insert(self, missed: _Missed) -> None:
-        """Insert what a lookup missed; the thread's part."""
-        if missed.event is not None:
-            missed.event.synchronize()
-        if missed.num_missing is None:
-            num_missing = int(missed.is_missing.sum())
-            self._totals.add(Count.MISSES, num_missing)
-            self._totals.add(Count.DEFAULTS, num_missing)
-        if self.cache.kind is not CacheKind.STATIC:
-            self._missing.fetch(missed.keys, missed.tables, missed.is_missing)
 
     def _pool_fetched(
         self,
@@ -363,7 +359,9 @@ class LeveledLookup:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The vectors of each feature, and which ids have default rows, where ``fetched`` has the
         rows that were missing."""
-        cache, is_fetched = self.cache, torch.zeros_like(keys, dtype=torch.bool)
+        missing, cache = self._missing, self.cache
+        assert missing is not None
+        is_fetched = torch.zeros_like(keys, dtype=torch.bool)
         left, rows = fetched, dict[int, Tensor]()
         while left:
             for part in left:
@@ -374,7 +372,7 @@ class LeveledLookup:
                     planned.group: cache.read(found, planned.group) for planned in plan.poolings
                 }
             # Others may have been evicted since they were found.
-            left = self._missing.fetch(keys, tables, found.is_missing & ~is_fetched)
+            left = missing.fetch(keys, tables, found.is_missing & ~is_fetched)
             fetched = fetched + left
         is_default = torch.zeros_like(is_fetched)
         for part in fetched:

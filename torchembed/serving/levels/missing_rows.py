@@ -11,6 +11,8 @@ from torchembed.serving.levels.row_levels import ReadLines, RowLevels
 
 _REFRESHED_ROWS = 1 << 14
 """Rows that are refreshed at a time, while nothing is looked up."""
+_READ_ROWS = 1 << 18
+"""Rows of a whole table that are read at a time."""
 
 
 class FetchedRows(NamedTuple):
@@ -97,6 +99,19 @@ class MissingRows:
                     self._cache.update(table, some[has_row], read.lines[has_row])
                     if read.is_complete:
                         self._cache.erase(table, some[~read.is_found & is_current])
+
+    def read_all(self, table: int) -> None:
+        """Insert all rows of a table that the lowest level has.
+
+        Raises:
+            RowStoreError, OSError: where it cannot be read.
+        """
+        name = self._cache.tables[table].name
+        with self._levels.fetching() as fetch:
+            for chunk in self._levels.chunks(name, _READ_ROWS):
+                with self._cache.access.writing():
+                    is_current = self._levels.are_current(fetch, name, chunk.keys)
+                    self._cache.insert(table, chunk.keys[is_current], chunk.lines[is_current])
 
     def _distinct(self, keys: Tensor, tables: Tensor, is_missing: Tensor) -> list[_Distinct]:
         positions = is_missing.nonzero().flatten()

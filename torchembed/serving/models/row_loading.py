@@ -60,20 +60,26 @@ class RowLoader:
         the lowest level, levels that begin empty with each process get their share of those.
 
         Rows that the version does not have are deleted, where earlier ones of the model were loaded
-        under that name.
+        under that name. A static cache has no store that may have the rows: it is loaded from the
+        folder each time. Of one that holds whole tables above stores the rows are read from these.
 
         Args:
             source: opens the rows of the version.
 
         Raises:
-            ValueError, OSError: where the rows cannot be read.
+            ValueError, OSError: where the rows cannot be read; where a static cache has no room, or
+                other rows of that name.
             RowStoreError, OSError: where they cannot be stored. Loading again does no harm.
         """
+        if lookup.levels is None:
+            _write(source(), rows.store_name, lookup)
+            return
         earlier = self.version(rows)
         if not self._is_loading or earlier >= version:
             if rows.store_name not in self._present:
                 lookup.levels.fill(rows.store_name)
                 self._present.add(rows.store_name)
+            lookup.read_all(rows.store_name)
             return
         keys = _write(source(), rows.store_name, lookup)
         self._present.add(rows.store_name)
@@ -99,9 +105,10 @@ class RowLoader:
             self._versions.pop(rows, None)
 
     def delete(self, rows: RowsOf, lookup: LeveledLookup) -> None:
-        """Delete all rows of a table."""
-        _delete_others(torch.empty(0, dtype=torch.int64), rows.store_name, lookup)
-        self._present.discard(rows.store_name)
+        """Delete all rows of a table; those of a static cache end with its lookup."""
+        if lookup.levels is not None:
+            _delete_others(torch.empty(0, dtype=torch.int64), rows.store_name, lookup)
+            self._present.discard(rows.store_name)
 
     def _version(self, rows: RowsOf) -> int:
         found = self._versions.get(rows)
@@ -131,6 +138,7 @@ def _write(source: RowSource, store_name: str, lookup: LeveledLookup) -> Tensor:
 
 def _delete_others(keys: Tensor, store_name: str, lookup: LeveledLookup) -> None:
     """Delete the rows whose keys are not among ``keys``, ascending."""
+    assert lookup.levels is not None
     (dim,) = (table.dim for table in lookup.levels.tables if table.name == store_name)
     for chunk in lookup.levels.chunks(store_name, _CHUNK_ROWS):
         places = torch.searchsorted(keys, chunk.keys).clamp(max=max(0, len(keys) - 1))

@@ -5,7 +5,13 @@ from collections.abc import Mapping
 import torch
 
 from torchembed.serving.configuration import CacheConfig, ModelConfig, RowsOf
-from torchembed.serving.levels import EmbeddingCache, LeveledLookup, RowLevels, ServedTable
+from torchembed.serving.levels import (
+    CacheKind,
+    EmbeddingCache,
+    LeveledLookup,
+    RowLevels,
+    ServedTable,
+)
 from torchembed.serving.models import BatchOptions, LookupFactory, ModelOptions
 from torchembed.serving.server.stores import StoreStack
 
@@ -21,7 +27,8 @@ def model_options(config: ModelConfig, stack: StoreStack) -> ModelOptions:
         num_latest_versions=config.num_latest_versions,
         versions=config.versions,
         batching=_batching(config),
-        rows_by_version=config.rows is RowsOf.VERSION,
+        # Rows of a static cache never change, so that those of another version are others.
+        rows_by_version=config.rows is RowsOf.VERSION or config.cache.kind is CacheKind.STATIC,
     )
 
 
@@ -41,11 +48,21 @@ def _lookups(config: ModelConfig, stack: StoreStack) -> LookupFactory:
         served, caching = list(tables), config.cache
         share = sum(tables.values()), sum(t.line_bytes for t in served) // len(served)
         num_cached = caching.num_rows(*share)
-        # In the proportion of the tables' rows, so that a small table does not crowd a large one.
         whole = max(1, share[0])
-        num_rows = {t.name: max(1, num_cached * n // whole) for t, n in tables.items()}
-        cache = EmbeddingCache(served, _devices(caching), num_rows=num_rows, kind=caching.kind)
-        levels = RowLevels(stack.stores, served, names=stack.names, rules=stack.rules)
+        # In the proportion of the tables' rows, so that a small table does not crowd a large one.
+        parts = {t.name: max(1, num_cached * n // whole) for t, n in tables.items()}
+        num_rows = {t.name: max(1, n) for t, n in tables.items()}
+        is_dynamic, is_uvm = caching.kind is CacheKind.DYNAMIC, caching.kind is CacheKind.UVM
+        cache = EmbeddingCache(
+            served,
+            _devices(caching),
+            num_rows=parts if is_dynamic else num_rows,
+            kind=caching.kind,
+            num_device_rows=num_cached if is_uvm else None,
+        )
+        levels = None
+        if caching.kind is not CacheKind.STATIC:
+            levels = RowLevels(stack.stores, served, names=stack.names, rules=stack.rules)
         return LeveledLookup(cache, levels, hit_rate_threshold=config.hit_rate_threshold)
 
     return make

@@ -3,6 +3,7 @@
 import os
 
 from torchembed.serving.configuration import ModelConfig, ServerConfig, VolatileKind
+from torchembed.serving.levels import CacheKind
 from torchembed.serving.models import (
     ModelDescription,
     models_in,
@@ -48,11 +49,14 @@ def memory_table(config: ServerConfig) -> str:
             parts = {f"dense part of {name}, version {number}": needs.dense}
             new = {table: n for table, n in tables.items() if table.name not in counted}
             counted |= {table.name for table in new}
-            if is_held:
+            if is_held and model.cache.kind is not CacheKind.STATIC:
                 parts |= {f"rows of {table.name}": needs.tables[table.name] for table in new}
             if new:
                 mean = sum(table.line_bytes + 8 for table in new) // len(new)
                 cached = model.cache.num_rows(sum(new.values()), mean)
+                if model.cache.kind is CacheKind.UVM:
+                    whole = sum(new.values()) * mean
+                    parts[f"whole tables of {name}, version {number}"] = whole
                 parts[f"cache of {name}, version {number}"] = cached * mean
             lines += [f"{num_bytes:>20,}  {what}" for what, num_bytes in parts.items()]
             total += sum(parts.values())

@@ -1,0 +1,110 @@
+"""Memory of the lines of a cache: on the device, or of the host with copies on the device."""
+
+import torch
+from torch import Tensor
+
+from torchembed.ops.row_cache import (
+    RowMoves,
+    claim_slots,
+    empty_row_cache,
+    find_cached,
+    move_rows,
+    read_rows,
+)
+from torchembed.tables.tiers.host_memory import host_tensor
+
+
+class DeviceLines:
+    """Lines on a device.
+
+    Args:
+        num_lines: those that are read; one more behind them takes what is written to none.
+        line_bytes: of each.
+    """
+
+    def __init__(self, num_lines: int, line_bytes: int, device: torch.device) -> None:
+        self.lines = torch.zeros(num_lines + 1, line_bytes, dtype=torch.uint8, device=device)
+        """uint8 ``[num_lines + 1, line_bytes]``."""
+        self._trash = num_lines
+
+    def read(self, slots: Tensor) -> Tensor:
+        """The lines of ``slots``, int64 ``[L]``: uint8 ``[L, line_bytes]``; any line for -1."""
+        return self.lines[slots]
+
+    def write(self, slots: Tensor, lines: Tensor) -> None:
+        """Write ``lines [n, line_bytes]`` to ``slots [n]``: -1 for those that are left out."""
+        self.lines[torch.where(slots < 0, self._trash, slots)] = lines
+
+
+class HostLines:
+    """Lines in memory of the host, which a GPU reads by itself, and copies of some on the device.
+
+    Nothing ever differs between a line and its copy. No method but :meth:`keep` waits for a GPU.
+
+    Args:
+        num_lines: in memory of the host.
+        line_bytes: of each, an even number.
+        num_copies: that there is room for on the device.
+    """
+
+    def __init__(
+        self, num_lines: int, line_bytes: int, num_copies: int, device: torch.device
+    ) -> None:
+        self.lines = host_tensor((num_lines, line_bytes), torch.uint8, device)
+        """uint8 ``[num_lines, line_bytes]``; pages of it are locked for a GPU."""
+        # One more copy takes what is written to lines that have none.
+        self.copies = torch.zeros(num_copies + 1, line_bytes, dtype=torch.uint8, device=device)
+        """uint8 ``[num_copies + 1, line_bytes]``."""
+        self._num_copies = num_copies
+        self._cache = empty_row_cache(num_lines, num_copies, device)
+        # Rows are moved as numbers, whose bits they keep.
+        self._dtype = torch.float16 if line_bytes % 4 else torch.float32
+        self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    def copy_of_line(self) -> Tensor:
+        """int32 ``[num_lines]``: the place of each line's copy, -1 for those without."""
+        return self._cache.slot_of_row
+
+    def read(self, slots: Tensor) -> Tensor:
+        """As :meth:`DeviceLines.read`."""
+        copies = find_cached(self.copy_of_line, slots)
+        numbers = read_rows(
+            self.copies.view(self._dtype), self.lines.view(self._dtype), copies, slots
+        )
+        return numbers.view(torch.uint8)
+
+    def write(self, slots: Tensor, lines: Tensor) -> None:
+        """As :meth:`DeviceLines.write`."""
+        num_lines = len(slots)
+        if not num_lines:
+            return
+        moves = RowMoves(
+            slots=torch.arange(num_lines, dtype=torch.int32, device=slots.device),
+            written_rows=slots,
+            read_rows=torch.full_like(slots, -1),
+            count=torch.full_like(slots[:1], num_lines),
+        )
+        # By the device, so that lookups enqueued before read what was there.
+        move_rows(moves, [lines.contiguous().view(self._dtype)], [self.lines.view(self._dtype)])
+        copies = find_cached(self.copy_of_line, slots, no_slot=self._num_copies)
+        self.copies[copies] = lines
+
+    def keep(self, slots: Tensor) -> None:
+        """Have copies of the lines that lookups used: of ``slots``, int64 ``[L]``, those that come
+        most often, in place of others that were not used lately. Waits for the device."""
+        used, counts = slots[slots >= 0].unique(return_counts=True)
+        if len(used) > self._num_copies:
+            used = used[counts.topk(self._num_copies).indices].sort().values
+        self._epoch += 1
+        claimed = claim_slots(
+            self._cache,
+            used,
+            torch.full((1,), len(used), dtype=torch.int32, device=used.device),
+            epoch=self._epoch,
+            released=self._epoch - 1,
+        )
+        copies = self.copies[:-1].view(self._dtype)
+        move_rows(claimed.moves, [copies], [self.lines.view(self._dtype)])
+        # A copy is what its line is, so that none is ever written back.
+        self._cache.is_dirty.zero_()
