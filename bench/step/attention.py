@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 import torchembed
 from bench.report.result_file import Row, write_results
 from torchembed.core.padded_dense import PaddedLayout
-from torchembed.models import Histories, SASRec, sasrec
+from torchembed.models import Histories, Impressions, SASRec, sasrec
 from torchembed.training import StepResult, TrainPipeline
 
 LEAST_SPEEDUP, MOST_MEMORY = 3.0, 0.3
@@ -62,19 +61,6 @@ class Config:
             )
 
 
-class Impressions(NamedTuple):
-    """Candidates that were shown to users."""
-
-    items: Tensor
-    """int64 ``[B * T]``: histories, one behind the other."""
-    offsets: Tensor
-    """int64 ``[B + 1]``."""
-    candidates: Tensor
-    """int64 ``[B]``."""
-    labels: Tensor
-    """``[B]``: 1 where the candidate was clicked."""
-
-
 class Ranker(nn.Module):
     """A logit of each candidate: its vector times that of the history."""
 
@@ -95,13 +81,14 @@ class Ranker(nn.Module):
         )
 
     def logits(self, batch: Impressions) -> Tensor:
-        """``[B]``."""
+        """``[B, 1]``, of one candidate for each history."""
         encoded = self.encoder(Histories(batch.items, batch.offsets, batch.items))
         users = encoded[batch.offsets[1:] - 1]
-        return (users.float() * self.encoder.items(batch.candidates)).sum(1)
+        return (users.float() * self.encoder.items(batch.candidates[:, 0])).sum(1, keepdim=True)
 
     def forward(self, batch: Impressions) -> Tensor:
         """The mean loss ``[]``."""
+        assert batch.labels is not None
         return F.binary_cross_entropy_with_logits(self.logits(batch), batch.labels)
 
 
@@ -143,8 +130,8 @@ def make_batches(config: Config, length: int, batch_size: int, count: int) -> li
         Impressions(
             drawn(config.num_items, batch_size * length),
             offsets,
-            drawn(config.num_items, batch_size),
-            drawn(2, batch_size).float(),
+            drawn(config.num_items, batch_size, 1),
+            drawn(2, batch_size, 1).float(),
         )
         for _ in range(count)
     ]
