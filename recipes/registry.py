@@ -10,8 +10,10 @@ import torch
 from recipes.ctr import frappe, ml1m
 from recipes.dlrm_dcnv2 import config as dlrm
 from recipes.dlrm_dcnv2.run import run as run_dlrm
-from recipes.result import RankingResult, Result, Stopped
+from recipes.result import RankingResult, Result, Stopped, TasksResult
 from recipes.sequences import run as sequences
+from recipes.tasks import ml1m as tasks_of_ml1m
+from recipes.tasks import sines
 
 
 class Recipe(NamedTuple):
@@ -20,7 +22,7 @@ class Recipe(NamedTuple):
     config: Callable[[str | Path | None], Any]
     """From the data's folder or file, or its URL, if one was named, to the full config, a frozen
     dataclass."""
-    run: Callable[[Any, torch.device, Path], Result | RankingResult | Stopped]
+    run: Callable[[Any, torch.device, Path], Result | RankingResult | TasksResult | Stopped]
     """Trains, on every rank, from the config, this rank's device and the output folder, which is
     empty or holds an earlier part of the run to go on with."""
 
@@ -43,5 +45,11 @@ RECIPES = {
     "ctr-frappe": Recipe(frappe.config, frappe.run),
     "ctr-ml1m": Recipe(ml1m.config, ml1m.run),
     "sasrec": Recipe(sequences.sasrec, sequences.run),
+    "shared-bottom": Recipe(tasks_of_ml1m.shared_bottom, tasks_of_ml1m.run),
+    "shared-bottom.sines": Recipe(sines.shared_bottom, sines.run),
+    "mmoe": Recipe(tasks_of_ml1m.mmoe, tasks_of_ml1m.run),
+    "mmoe.sines": Recipe(sines.mmoe, sines.run),
+    "ple": Recipe(tasks_of_ml1m.ple, tasks_of_ml1m.run),
+    "ple.sines": Recipe(sines.ple, sines.run),
     "hstu": Recipe(sequences.hstu, sequences.run),
 }

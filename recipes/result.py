@@ -49,13 +49,28 @@ class RankingResult:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TasksResult:
+    """Quality of a model of several tasks on its test rows, and the training that it took."""
+
+    test: dict[str, float]
+    """Each metric of each task as ``task/metric``, the mean over seeds."""
+    test_by_seed: dict[int, dict[str, float]]
+    samples_per_second: float
+    """Samples a second of training, over all ranks."""
+    num_steps: int
+    checkpoint: Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stopped:
     """Result of a run that a signal ended: it can go on with ``--resume``."""
 
     num_steps: int
 
 
-def result_line(result: Result | RankingResult, *, num_ranks: int, seconds: float) -> str:
+def result_line(
+    result: Result | RankingResult | TasksResult, *, num_ranks: int, seconds: float
+) -> str:
     """``RESULT`` and one JSON object, in which NaN is null and what does not apply is left out.
 
     Args:

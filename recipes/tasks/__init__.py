@@ -1,0 +1,1 @@
+"""Models of several tasks beside a shared bottom and single tasks."""

@@ -1,0 +1,56 @@
+"""MovieLens-1M as two tasks: does a user like a movie, and how many stars does it get?
+
+All ratings count; 4 and 5 are likes. Rows are divided at random, 8 : 1 : 1, anew for each seed. The
+features are those of the recipe ctr-ml1m.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from recipes.ctr import ml1m
+from recipes.data_folder import find_data
+from recipes.result import Stopped, TasksResult
+from recipes.tasks.config import Architecture, TasksConfig
+from recipes.tasks.run import chosen_tasks, run_seeds
+from torchembed.training import Task, TaskKind
+
+TASKS = (Task(name="like", kind=TaskKind.BINARY), Task(name="rating", kind=TaskKind.REGRESSION))
+
+
+def shared_bottom(data: str | Path | None = None) -> TasksConfig:
+    """A shared bottom on MovieLens-1M, likes and ratings, mean of three seeds.
+
+    The data are GroupLens' ml-1m as published: ratings.dat (UserID::MovieID::Rating::Timestamp),
+    users.dat (UserID::Gender::Age::Occupation::Zip-code) and movies.dat (MovieID::Title::Genres),
+    in --data or in a folder ml-1m there. Read as well, in place of ratings.dat: ratings.npz with
+    arrays user, movie and rating. --tasks like, or rating, trains a model of one task.
+    """
+    return TasksConfig(data=data, architecture=Architecture.SHARED_BOTTOM)
+
+
+def mmoe(data: str | Path | None = None) -> TasksConfig:
+    """MMoE on MovieLens-1M, likes and ratings, mean of three seeds.
+
+    The data are those of shared-bottom.
+    """
+    return TasksConfig(data=data, architecture=Architecture.MMOE)
+
+
+def ple(data: str | Path | None = None) -> TasksConfig:
+    """PLE on MovieLens-1M, likes and ratings, mean of three seeds.
+
+    The data are those of shared-bottom.
+    """
+    return TasksConfig(data=data, architecture=Architecture.PLE)
+
+
+def run(config: TasksConfig, device: torch.device, output: Path) -> TasksResult | Stopped:
+    """Train on random divisions of the ratings."""
+    tasks = chosen_tasks(config, TASKS)
+    rated = ml1m.read_rated(find_data(*ml1m.FILES, data=config.data))
+    of_tasks = {"like": (rated.labels >= 4).float(), "rating": rated.labels}
+    labels = {task.name: of_tasks[task.name] for task in tasks}
+    rows = dataclasses.replace(rated, labels=labels)
+    return run_seeds(config, tasks, lambda seed: ml1m.divide(rows, seed), device, output)
