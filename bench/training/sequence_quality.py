@@ -9,12 +9,8 @@ run.
 """
 
 import dataclasses
-import json
-import os
 import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,6 +20,7 @@ from pathlib import Path
 import tyro
 
 from bench.report.result_file import Row, write_results
+from bench.training.recipe_process import train_recipe
 
 WHOLE_EPOCHS = 101
 METRICS = ("hr_10", "ndcg_10", "hr_50", "hr_200")
@@ -59,24 +56,12 @@ def trained(config: Config, recipe: str, seed: int, folder: Path) -> Row:
     Raises:
         RuntimeError: where it failed; says what it printed last.
     """
-    command = [sys.executable, "-m", "recipes.train", recipe, "--seeds", str(seed)]
-    command += ["--epochs", str(config.epochs), "--output", str(folder / f"{recipe}-{seed}")]
-    command += ["--data", config.data] if config.data is not None else []
-    num_threads = max(1, (os.cpu_count() or 1) // config.processes)
-    environment = {"OMP_NUM_THREADS": str(num_threads), **os.environ}
+    arguments = [recipe, "--seeds", str(seed), "--epochs", str(config.epochs)]
+    arguments += ["--output", str(folder / f"{recipe}-{seed}"), *shlex.split(config.flags)]
+    arguments += ["--data", config.data] if config.data is not None else []
     start = time.perf_counter()
-    ended = subprocess.run(
-        [*command, *shlex.split(config.flags)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    word, _, text = (ended.stdout.splitlines() or [""])[-1].partition(" ")
-    if ended.returncode or word != "RESULT":
-        said = (ended.stderr or ended.stdout).strip()[-2000:]
-        raise RuntimeError(f"{recipe}, seed {seed}, ended with {ended.returncode}: {said}")
-    result = json.loads(text)
+    what = f"{recipe}, seed {seed}"
+    result = train_recipe(arguments, what, num_processes=config.processes)
     return {
         "bench": "sequence_quality",
         "recipe": recipe,
