@@ -15,6 +15,7 @@ from torchembed.modules import (
     EmbeddingConfig,
     plan_embeddings,
     shard_embeddings,
+    split_parameters,
 )
 from torchembed.tables import (
     LFU,
@@ -89,4 +90,5 @@ __all__ = [
     "optim",
     "plan_embeddings",
     "shard_embeddings",
+    "split_parameters",
 ]

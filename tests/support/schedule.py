@@ -39,6 +39,7 @@ LONGEST_FIRST = (
     "tests/sharding/test_dynamic_tables_on_ranks.py",
     "tests/sharding/test_sharded_modules.py",
     "tests/training/test_dying_ranks.py",
+    "tests/training/test_plain_loops.py",
     "tests/step/test_sequences_on_ranks.py",
     "tests/checkpoints/",
     "tests/stores/",

@@ -317,9 +317,13 @@ def _optimizer_targets(
             if isinstance(entry, TensorStorageMetadata):
                 dtype = entry.properties.dtype
                 targets[key] = torch.empty(entry.size, dtype=dtype)
-                if table is not None and entry.size == whole.shape:
+                if entry.size != whole.shape:
+                    continue
+                if table is not None:
                     local = torch.empty_like(parameter.detach(), dtype=dtype)
                     targets[key] = table.as_global(local)
+                elif isinstance(parameter, DTensor):  # of fully_shard
+                    targets[key] = torch.empty_like(parameter.detach(), dtype=dtype)
     return targets
 
 
@@ -353,12 +357,14 @@ def _load_optimizer(
     state: dict[str, object],
 ) -> None:
     entries: dict[int, dict[str, object]] = {}
-    for number, (name, _) in enumerate(_named_parameters(model, optimizer)):
+    for number, (name, parameter) in enumerate(_named_parameters(model, optimizer)):
         start = f"{prefix}.state.{name}."
+        is_divided = isinstance(parameter, DTensor)
         entry = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
         if entry:
             entries[number] = {
-                k: v.to_local() if isinstance(v, DTensor) else v for k, v in entry.items()
+                k: v.to_local() if isinstance(v, DTensor) and not is_divided else v
+                for k, v in entry.items()
             }
     merged = []
     for loaded, own in zip(loaded_groups, _state_dict(optimizer)["param_groups"], strict=True):

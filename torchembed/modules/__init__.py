@@ -7,6 +7,7 @@ from torchembed.modules.dense.mlp import MLP
 from torchembed.modules.embedding import Embedding, EmbeddingBag
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
+from torchembed.modules.model_parameters import ModelParameters, split_parameters
 from torchembed.modules.sharded.model_plan import plan_embeddings, table_uses
 from torchembed.modules.sharded.shard import shard_embeddings
 
@@ -21,7 +22,9 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingConfig",
     "LowRankCross",
+    "ModelParameters",
     "plan_embeddings",
     "shard_embeddings",
+    "split_parameters",
     "table_uses",
 ]

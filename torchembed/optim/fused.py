@@ -210,7 +210,8 @@ class FusedOptimizer(ReplayedOptimizer):
         Raises:
             RuntimeError: where a table belongs to another optimizer by now, where its
                 ``weight.grad`` is set, by a backward from before this optimizer took it over, or
-                where its gradients are on their way over ranks, within ``DeferredWeightGradients``.
+                where its gradients are on their way over ranks, within ``DeferredWeightGradients``,
+                or where ``fully_shard`` has taken its rows.
         """
         loss = None
         if closure is not None:
@@ -218,6 +219,7 @@ class FusedOptimizer(ReplayedOptimizer):
                 loss = closure()
         table_groups = self._all_table_groups()
         for found in table_groups:
+            _check_not_taken(found)
             for table_group in {*found, *_updated_groups(found)}:
                 if table_group.num_awaited:
                     raise RuntimeError(
@@ -380,6 +382,25 @@ class FusedOptimizer(ReplayedOptimizer):
 def _updated_groups(of_tables: Sequence[TableGroup]) -> list[TableGroup]:
     """The groups that are updated in one pass each, of table groups."""
     return list(dict.fromkeys(group.joined or group for group in of_tables))
+
+
+def _check_not_taken(of_tables: Sequence[TableGroup]) -> None:
+    """Raise ``RuntimeError`` where ``fully_shard`` has put parameters of its own in place of
+    tables' weights since the optimizer was made, which would go without their gradients."""
+    for group in of_tables:
+        for table in group.tables:
+            if table.holds_parameter():
+                continue
+            from torch.distributed.tensor import DTensor
+
+            held = table.holder and table.holder._parameters.get("weight")
+            if isinstance(held, DTensor):
+                raise RuntimeError(
+                    f"fully_shard has divided table {table.spec.name} over ranks since its "
+                    "optimizer was made; call shard_embeddings before, whose tables fully_shard "
+                    "passes over, or train the table by an optimizer of torch.optim that is made "
+                    "afterwards"
+                )
 
 
 def _has_own_gradient(parameter: Tensor) -> bool:

@@ -174,7 +174,7 @@ def split_parameters(params: ParamsT, only_of_tables: Sequence[str] = ()) -> Spl
     if isinstance(params, torch.nn.Module):
         raise TypeError(
             f"params must be parameters or groups of them, got {type(params).__name__}; "
-            "pass model.parameters()"
+            "pass model.parameters(), or call torchembed.split_parameters(model)"
         )
     given: list[Any] = list(params)
     has_groups = bool(given) and isinstance(given[0], Mapping)

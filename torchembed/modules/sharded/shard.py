@@ -13,6 +13,7 @@ from torchembed.core.ranks.agreement import check_agreement
 from torchembed.modules.collection import Collection
 from torchembed.modules.inside_ddp import ignore_tables
 from torchembed.modules.sharded.dense_use import dense_parameters
+from torchembed.modules.sharded.inside_fsdp import leave_to_torchembed
 from torchembed.modules.sharded.model_plan import (
     check_mesh,
     checked_plan,
@@ -286,3 +287,4 @@ def _train_data_parallel(model: nn.Module, ranks: TableRanks) -> None:
     copy_from_first([p.data for p in replicated], model, ranks.group)
     ranks.average(replicated, sparse=with_sparse_gradients(model))
     ignore_tables(model)
+    leave_to_torchembed(model)
