@@ -13,7 +13,7 @@ from tests.support.redis_servers import redis_server, wait_until
 from tests.support.server_processes import running_server
 from torchembed.serving.__main__ import main
 from torchembed.serving.models import deploy, read_description
-from torchembed.stores import RocksDBStore
+from torchembed.stores import RocksDBStore, volatile_memory_bytes
 from torchembed.training import ModelPublisher
 
 pytest.importorskip("tritonclient.http")
@@ -129,8 +129,7 @@ def test_memory_is_computed_before_anything_is_loaded(
     assert sum(sizes) == int(total.split()[0].replace(",", ""))
     for table in read_description(models / "m" / "1").tables:
         (size,) = (line.split()[0] for line in parts if line.endswith(f"rows of m/{table.name}"))
-        # Elements of 4 bytes, and a key of 8.
-        assert int(size.replace(",", "")) == table.num_rows * (table.dim * 4 + 8)
+        assert int(size.replace(",", "")) == volatile_memory_bytes(table.num_rows, table.dim * 4)
     config = tmp_path / "server.yaml"
     config.write_text("max_memory_bytes: 1000\n")
     assert main(["--models", str(models), "--config", str(config), "--check"]) == 2

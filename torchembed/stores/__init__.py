@@ -21,6 +21,7 @@ from torchembed.stores.rocksdb.files import sync_to_disk
 from torchembed.stores.rocksdb.options import Compression, RocksDBOptions
 from torchembed.stores.rocksdb.store import RocksDBStore
 from torchembed.stores.volatile.memory import VolatileMemoryStore
+from torchembed.stores.volatile.memory_bytes import volatile_memory_bytes
 from torchembed.stores.volatile.options import OverflowPolicy, VolatileOptions
 
 __all__ = [
@@ -47,4 +48,5 @@ __all__ = [
     "VolatileMemoryStore",
     "VolatileOptions",
     "sync_to_disk",
+    "volatile_memory_bytes",
 ]

@@ -20,7 +20,7 @@ from torchembed.serving.interface import (
     UnknownModelError,
 )
 from torchembed.serving.models import ModelFolderError, ModelRepository, deploy
-from torchembed.stores import MemoryStore, RocksDBStore
+from torchembed.stores import MemoryStore, RocksDBStore, volatile_memory_bytes
 
 NUM_ROWS, DIM = 40, 3
 
@@ -188,7 +188,10 @@ def test_damaged_folders_are_named_and_leave_nothing(tmp_path: Path, damage: str
 def test_memory_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     deploy_stamped(tmp_path, 1)
     files = [tmp_path / "m" / "1" / name for name in ("dense.pt2", "dense.safetensors")]
-    rows, dense = NUM_ROWS * (4 * DIM + 8), sum(path.stat().st_size for path in files)
+    rows, dense = (
+        volatile_memory_bytes(NUM_ROWS, 4 * DIM),
+        sum(path.stat().st_size for path in files),
+    )
     with MemoryStore() as store:
         options = options_over(store)
         short = ModelRepository(tmp_path, options, max_bytes=rows + dense - 1)

@@ -1,6 +1,7 @@
 """Rows of served tables: looked up in a cache on the device, and in stores below it."""
 
 from torchembed.serving.levels.embedding_cache import (
+    CACHED_KEY_BYTES,
     CachedRows,
     CacheKind,
     EmbeddingCache,
@@ -16,6 +17,7 @@ from torchembed.serving.levels.row_levels import ReadLines, RowLevels
 from torchembed.serving.levels.served_table import ServedFeature, ServedTable
 
 __all__ = [
+    "CACHED_KEY_BYTES",
     "CacheKind",
     "CachedRows",
     "EmbeddingCache",

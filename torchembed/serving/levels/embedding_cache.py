@@ -28,6 +28,10 @@ class CacheKind(enum.Enum):
     rows that are used most. Updates write them, and add rows."""
 
 
+CACHED_KEY_BYTES = 21
+"""Memory of a slot beside its row: a key, its digest, its last use, and the number of its table."""
+
+
 class FoundRows(NamedTuple):
     """Where the rows of some ids are, in each group and on each device of the cache."""
 

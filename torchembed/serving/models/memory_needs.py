@@ -6,13 +6,14 @@ from torchembed.serving.levels import ServedTable
 from torchembed.serving.models.dense_program import PROGRAM_FILE, WEIGHTS_FILE
 from torchembed.serving.models.description import ModelDescription
 from torchembed.serving.models.errors import OutOfMemoryBudgetError
+from torchembed.serving.models.model_options import RowBytes
 
 
 class MemoryNeeds(NamedTuple):
     """The bytes that a version takes once it is loaded.
 
     Attributes:
-        tables: rows by the name of the table in its stores, keys of 8 bytes included.
+        tables: rows and their keys by the name of the table in its stores.
         dense: the weights and the program of the dense part.
     """
 
@@ -25,13 +26,16 @@ class MemoryNeeds(NamedTuple):
         return sum(self.tables.values()) + self.dense
 
 
-def memory_needs(description: ModelDescription, tables: dict[ServedTable, int]) -> MemoryNeeds:
+def memory_needs(
+    description: ModelDescription, tables: dict[ServedTable, int], row_bytes: RowBytes
+) -> MemoryNeeds:
     """The needs of a version.
 
     Args:
         tables: with their numbers of rows, as they are served.
+        row_bytes: what rows take in the stores.
     """
-    rows = {t.name: num_rows * (t.line_bytes + 8) for t, num_rows in tables.items()}
+    rows = {t.name: row_bytes(num_rows, t.line_bytes) for t, num_rows in tables.items()}
     files = (description.files[name].num_bytes for name in (PROGRAM_FILE, WEIGHTS_FILE))
     return MemoryNeeds(rows, sum(files))
 

@@ -1,14 +1,20 @@
 """How a model is served."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from torchembed.serving.levels import RowFormat
 from torchembed.serving.models.dynamic_batcher import BatchOptions
 from torchembed.serving.models.shared_lookups import LookupFactory
+from torchembed.stores import volatile_memory_bytes
+
+RowBytes: TypeAlias = Callable[[int, int], int]
+"""The bytes of this process's memory that a table takes in its stores, by its number of rows and
+the bytes of a line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +26,8 @@ class ModelOptions:
     """
 
     make_lookup: LookupFactory
+    row_bytes: RowBytes = volatile_memory_bytes
+    """Of the stores of ``make_lookup``; by default as one ``VolatileMemoryStore`` takes."""
     device: torch.device = torch.device("cpu")
     """Of the dense part."""
     row_format: RowFormat = RowFormat.FP32

@@ -68,7 +68,7 @@ class VersionLoader:
                 f"{description.version} of {description.name}; move it where it was deployed"
             )
         tables = served_tables(description, options)
-        needs = memory_needs(description, dict(tables.values()))
+        needs = memory_needs(description, dict(tables.values()), options.row_bytes)
         token = object()
         with self._lock:
             held = {place: n for of_one in self._held.values() for place, n in of_one.items()}

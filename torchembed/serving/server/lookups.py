@@ -20,6 +20,7 @@ def model_options(config: ModelConfig, stack: StoreStack) -> ModelOptions:
     """The options of a model over the stores of its server."""
     return ModelOptions(
         make_lookup=_lookups(config, stack),
+        row_bytes=stack.row_bytes,
         device=torch.device(_devices(config.cache)[0]),
         row_format=config.cache.row_format,
         defaults=config.default_values,

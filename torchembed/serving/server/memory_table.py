@@ -2,8 +2,8 @@
 
 import os
 
-from torchembed.serving.configuration import ModelConfig, ServerConfig, VolatileKind
-from torchembed.serving.levels import CacheKind
+from torchembed.serving.configuration import ModelConfig, ServerConfig
+from torchembed.serving.levels import CACHED_KEY_BYTES, CacheKind
 from torchembed.serving.models import (
     ModelDescription,
     models_in,
@@ -14,13 +14,14 @@ from torchembed.serving.models import (
 from torchembed.serving.models.memory_needs import memory_needs
 from torchembed.serving.models.version_loader import served_tables
 from torchembed.serving.server.lookups import model_options
-from torchembed.serving.server.stores import StoreStack
+from torchembed.serving.server.stores import StoreStack, row_bytes_of
 
 
 def memory_table(config: ServerConfig) -> str:
     """A line for each table, dense part and cache that is to be loaded, and one for their sum.
 
-    Rows count where they are in this process's memory: in its volatile level without a limit.
+    Rows count as far as they take this process's memory: in its volatile level, and to be found in
+    RocksDB.
 
     Raises:
         ValueError: for a model that is not there, and where the sum exceeds ``max_memory_bytes``,
@@ -28,16 +29,10 @@ def memory_table(config: ServerConfig) -> str:
     """
     folder, lines, total = config.models_folder, list[str](), 0
     named = {model.name: model for model in config.models}
-    volatile = config.volatile
-    is_held = (
-        volatile is not None
-        and volatile.kind is VolatileKind.MEMORY
-        and volatile.overflow_margin_rows is None
-    )
     counted: set[str] = set()
     for name in named or models_in(folder):
         model = named.get(name) or ModelConfig(name=name)
-        options = model_options(model, StoreStack((), (), (), None))
+        options = model_options(model, StoreStack((), (), (), row_bytes_of(config), None))
         found = versions_in(folder, name)
         if not found:
             raise ValueError(f"models must be in {folder}, and {name} has no version there")
@@ -45,14 +40,14 @@ def memory_table(config: ServerConfig) -> str:
             description = read_description(version_folder(folder, name, number))
             _check_dims(model, description)
             tables = dict(served_tables(description, options).values())
-            needs = memory_needs(description, tables)
+            needs = memory_needs(description, tables, options.row_bytes)
             parts = {f"dense part of {name}, version {number}": needs.dense}
             new = {table: n for table, n in tables.items() if table.name not in counted}
             counted |= {table.name for table in new}
-            if is_held and model.cache.kind is not CacheKind.STATIC:
+            if any(needs.tables.values()) and model.cache.kind is not CacheKind.STATIC:
                 parts |= {f"rows of {table.name}": needs.tables[table.name] for table in new}
             if new:
-                mean = sum(table.line_bytes + 8 for table in new) // len(new)
+                mean = sum(table.line_bytes + CACHED_KEY_BYTES for table in new) // len(new)
                 cached = model.cache.num_rows(sum(new.values()), mean)
                 if model.cache.kind is CacheKind.UVM:
                     whole = sum(new.values()) * mean

@@ -10,6 +10,7 @@ from torchembed.serving.configuration import (
     VolatileKind,
 )
 from torchembed.serving.levels import LevelRules
+from torchembed.serving.models.model_options import RowBytes
 from torchembed.stores import (
     RedisOptions,
     RedisStore,
@@ -18,7 +19,11 @@ from torchembed.stores import (
     RocksDBStore,
     RowStore,
     VolatileMemoryStore,
+    volatile_memory_bytes,
 )
+
+_ROCKSDB_KEY_BYTES = 6
+"""Of filters and indexes by which RocksDB finds a key."""
 
 
 class StoreStack(NamedTuple):
@@ -28,6 +33,7 @@ class StoreStack(NamedTuple):
         names: of the stores, for metrics.
         stores: the uppermost first.
         rules: of each of them.
+        row_bytes: what rows take of this process's memory, in all of them together.
         records: the one that keeps its rows when the process ends, and takes further ones; None
             where there is none.
     """
@@ -35,6 +41,7 @@ class StoreStack(NamedTuple):
     names: tuple[str, ...]
     stores: tuple[RowStore, ...]
     rules: tuple[LevelRules, ...]
+    row_bytes: RowBytes
     records: RowStore | None
 
 
@@ -66,7 +73,23 @@ def open_stores(config: ServerConfig, stack: contextlib.ExitStack) -> StoreStack
         stores.append(stack.enter_context(_persistent(config.persistent)))
         rules.append(LevelRules(max_batch_rows=config.persistent.max_batch_rows))
         records = None if config.persistent.is_read_only else stores[-1]
-    return StoreStack(tuple(names), tuple(stores), tuple(rules), records)
+    return StoreStack(tuple(names), tuple(stores), tuple(rules), row_bytes_of(config), records)
+
+
+def row_bytes_of(config: ServerConfig) -> RowBytes:
+    """What rows take of the memory of a server's process: in its volatile memory, and to be found
+    in RocksDB. Rows in Redis take that of its own processes."""
+
+    def row_bytes(num_rows: int, line_bytes: int) -> int:
+        num_bytes, volatile = 0, config.volatile
+        if volatile is not None and volatile.kind is VolatileKind.MEMORY:
+            # Rows that are missed may come beside those of the share, and updated ones, too.
+            num_bytes += volatile_memory_bytes(num_rows, line_bytes, volatile.options)
+        if config.persistent is not None:
+            num_bytes += num_rows * _ROCKSDB_KEY_BYTES
+        return num_bytes
+
+    return row_bytes
 
 
 def loads_rows(config: ServerConfig) -> bool:

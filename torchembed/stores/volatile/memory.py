@@ -31,8 +31,8 @@ class VolatileMemoryStore(TablesInMemory["_VolatileMemoryTable"]):
     ``overflow_resolution_target`` of them. When and how often rows were read is noted by a thread
     behind the readers; :meth:`sync` and :meth:`close` wait for it.
 
-    A table takes the bytes of its lines, up to an eighth more, and 28 to 75 bytes a row for its
-    keys. A snapshot copies all lines.
+    A table takes the memory that :func:`~torchembed.stores.volatile_memory_bytes` says. A snapshot
+    copies all lines.
 
     Args:
         options: how tables are bounded; by default they are not.
