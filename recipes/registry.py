@@ -11,7 +11,7 @@ from recipes.ctr import frappe, ml1m
 from recipes.dlrm_dcnv2 import config as dlrm
 from recipes.dlrm_dcnv2.run import run as run_dlrm
 from recipes.result import RankingResult, Result, Stopped, TasksResult
-from recipes.sequences import run as sequences
+from recipes.sequences import candidates, encoders
 from recipes.tasks import ml1m as tasks_of_ml1m
 from recipes.tasks import sines
 
@@ -44,12 +44,14 @@ RECIPES = {
     "dlrm_dcnv2.mlperf": Recipe(dlrm.mlperf, run_dlrm),
     "ctr-frappe": Recipe(frappe.config, frappe.run),
     "ctr-ml1m": Recipe(ml1m.config, ml1m.run),
-    "sasrec": Recipe(sequences.sasrec, sequences.run),
     "shared-bottom": Recipe(tasks_of_ml1m.shared_bottom, tasks_of_ml1m.run),
     "shared-bottom.sines": Recipe(sines.shared_bottom, sines.run),
     "mmoe": Recipe(tasks_of_ml1m.mmoe, tasks_of_ml1m.run),
     "mmoe.sines": Recipe(sines.mmoe, sines.run),
     "ple": Recipe(tasks_of_ml1m.ple, tasks_of_ml1m.run),
     "ple.sines": Recipe(sines.ple, sines.run),
-    "hstu": Recipe(sequences.hstu, sequences.run),
+    "sasrec": Recipe(encoders.sasrec, encoders.run),
+    "hstu": Recipe(encoders.hstu, encoders.run),
+    "din": Recipe(candidates.din, candidates.run),
+    "two-tower": Recipe(candidates.two_tower, candidates.run),
 }

@@ -1,6 +1,6 @@
 """Batches of histories without padding between them, all of one shape."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -85,12 +85,12 @@ class PackedBatches:
 
 
 def needed_capacity(
-    windows: HistoryWindows, orders: Tensor, *, batch_size: int, num_ranks: int
+    windows: HistoryWindows, orders: Iterable[Tensor], *, batch_size: int, num_ranks: int
 ) -> int:
     """The most items of a rank's batch in any epoch, rounded up to a multiple of 8.
 
     Args:
-        orders: the users of each epoch in order, int64 ``[epochs, n]``.
+        orders: the users of each epoch in order, int64 ``[n]`` each.
     """
     most = max(
         int(windows.lengths[users].sum())

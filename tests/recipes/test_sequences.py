@@ -3,20 +3,20 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from recipes.precision import Precision
 from recipes.sequences.config import SequenceConfig
-from recipes.sequences.evaluate import evaluate
+from recipes.sequences.evaluate import Score, evaluate
 from recipes.sequences.interactions import Interactions, read
 from recipes.sequences.packed import HistoryWindows, PackedBatches, needed_capacity
+from recipes.sequences.samples import SampleBatches, Samples
 from recipes.train import main, parse
 from tests.support import made_data
-from torchembed.models import Histories
+from torchembed.models import Histories, Impressions
+from torchembed.training import read_metrics
 
 SMALL = [
     *("--embedding-dim", "4", "--max-length", "12", "--num-negatives", "3", "--batch-size", "4"),
@@ -52,7 +52,7 @@ def test_windows_hold_the_newest_items_but_those_left_out() -> None:
 
 def test_batches_of_ranks_have_one_shape_and_every_user_once() -> None:
     windows = HistoryWindows(INTERACTIONS, max_length=3, num_left_out=0)
-    orders = torch.tensor([[2, 0, 1], [1, 2, 0]])
+    orders = [torch.tensor([2, 0, 1]), torch.tensor([1, 2, 0])]
     assert needed_capacity(windows, orders, batch_size=2, num_ranks=1) == 8  # of 6
     found = []
     for rank in range(2):
@@ -106,20 +106,50 @@ def test_bad_lines_are_named(tmp_path: Path, name: str, text: str, message: str)
         read(path)
 
 
-class Fixed(torch.nn.Module):
-    """Stands for a model: users prefer items in the order of their numbers."""
+def test_samples_hold_what_was_before_them() -> None:
+    samples = Samples(INTERACTIONS, max_length=2, num_left_out=1)
+    assert samples.places.tolist() == [1, 2, 6, 7, 8]
+    assert samples.chosen.tolist() == [1, 4, 0, 6, 8]
+    assert samples.lengths.tolist() == [1, 2, 1, 2, 2]
+    batch = samples.batch(torch.tensor([3, 0]), None)
+    assert batch.items.tolist() == [3, 0, 5, 0]
+    assert batch.offsets.tolist() == [0, 2, 3]
+    assert batch.candidates.tolist() == [[6], [1]]
+    assert batch.labels is None
 
-    def user_vectors(self, histories: Histories) -> torch.Tensor:
-        return torch.ones(len(histories.offsets) - 1, 1)
 
-    def item_vectors(self) -> torch.Tensor:
-        return -torch.arange(10.0).unsqueeze(1)
+def test_negatives_are_other_items_and_differ_from_epoch_to_epoch() -> None:
+    samples = Samples(INTERACTIONS, max_length=2, num_left_out=1)
+
+    def of_epoch(seed: int, rank: int = 0) -> list[Impressions]:
+        numbers = torch.arange(5)
+        batches = SampleBatches(
+            samples, numbers, batch_size=2, rank=rank, num_ranks=2, negatives_seed=seed
+        )
+        assert len(batches) == 2  # the last sample fills no batch
+        return list(batches)
+
+    found = of_epoch(1) + of_epoch(1, rank=1)
+    assert sorted(int(batch.candidates[0, 0]) for batch in found) == [0, 1, 4, 6]
+    for batch in found:
+        assert batch.labels is not None and batch.labels.tolist() == [[1.0, 0.0]]
+        assert batch.candidates.shape == (1, 2)
+        assert batch.candidates[0, 0] != batch.candidates[0, 1]
+    drawn = [[batch.candidates.tolist() for batch in of_epoch(seed)] for seed in range(1, 9)]
+    assert drawn[0] == [batch.candidates.tolist() for batch in of_epoch(1)]
+    assert any(other != drawn[0] for other in drawn[1:])
 
 
 def test_held_out_items_are_ranked_among_those_not_seen() -> None:
-    model: Any = Fixed()
-    windows = HistoryWindows(INTERACTIONS, max_length=200, num_left_out=0)
-    found = evaluate(model, windows, precision=Precision.FP32, device=torch.device("cpu"))
+    model = torch.nn.Dropout()
+    windows = HistoryWindows(INTERACTIONS, max_length=2, num_left_out=0)
+
+    def make_score() -> Score:
+        assert not model.training
+        in_order = -torch.arange(10.0)  # users prefer items in the order of their numbers
+        return lambda histories: in_order.expand(len(histories.offsets) - 1, -1)
+
+    found = evaluate(model, make_score, windows, device=torch.device("cpu"), num_users=2)
     # 2 is after 0, since 1 was seen; 9 after 1, 2, 4, 5 and 7; one user has no history.
     assert found.num_users == 2
     assert found.hit_rate[10] == 1.0
@@ -157,6 +187,28 @@ def test_hstu_goes_by_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     main(["hstu", "--data", str(tmp_path), "--output", str(output), *SMALL, "--seeds", "1"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("RESULT")
     assert "Encoder.HSTU" in (output / "config.txt").read_text()
+
+
+@pytest.mark.parametrize("recipe", ["din", "two-tower"])
+def test_models_of_candidates(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_data.write_ml1m(tmp_path)
+    common = ["--data", str(tmp_path), "--epochs", "4", "--max-length", "6", "--batch-size", "64"]
+    small = ["--embedding-dim", "8", "--layer-sizes", "8", "--learning-rate", "0.05"]
+    losses = []
+    for precision in ("FP32", "BF16"):
+        output = tmp_path / precision
+        main([recipe, *common, *small, "--output", str(output), "--precision", precision])
+        word, _, text = capsys.readouterr().out.splitlines()[-1].partition(" ")
+        assert word == "RESULT" and json.loads(text)["num_steps"] == 4 * (676 // 64)
+        lines = read_metrics(output / "seed-1")
+        losses.append([line["loss"] for line in lines if "loss" in line])
+        assert lines[-1]["hr@10"] == pytest.approx(json.loads(text)["hr_10"], abs=5e-7)
+        assert (output / "seed-1" / "training.png").is_file()
+    assert losses[0] != losses[1]
+    with pytest.raises(ValueError, match=r"batch_size must be at most .*, 676, got 1000"):
+        main([recipe, *common, "--batch-size", "1000", "--output", str(tmp_path / "bad")])
 
 
 def test_bad_settings_are_named() -> None:
