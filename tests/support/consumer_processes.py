@@ -1,10 +1,12 @@
 """Processes that apply updates to a store on disk, and are killed before they commit them."""
 
+import dataclasses
 import os
 import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from tests.support.followed_models import followed_models
 from torchembed.serving.updates import ApplierOptions, UpdateApplier
@@ -60,3 +62,45 @@ def apply_to_the_end(
         num_applied = applier.statistics().num_updates
         found = models.rows_of("m/t", ids)
     messages.send((num_applied, {id_: row.tolist() for id_, row in found.items()}))
+
+
+def apply_without_going_back(
+    messages: Connection,
+    addresses: str,
+    path: Path,
+    ids: list[int],
+    last_version: int,
+    max_messages: int,
+    num_applied: int | None,
+) -> None:
+    """Apply updates of rows that hold their version, and see that none ever holds an earlier one.
+
+    Dies behind so many writes of rows, before they are on record as applied, or where None is
+    given goes on until rows of each partition are of the last version; sends the versions.
+    """
+    options = dataclasses.replace(_OPTIONS, max_messages=max_messages)
+    source = UpdateSource(addresses, GROUP, options)
+    with RocksDBStore(path) as store, followed_models({"m/t": DIM}, [store]) as models:
+
+        def versions() -> dict[int, int]:
+            return {id_: int(row[0]) for id_, row in models.rows_of("m/t", ids).items()}
+
+        seen, failures, apply_rows = versions(), [], models.apply_rows
+
+        def checked(*arguments: Any, **named: Any) -> None:
+            apply_rows(*arguments, **named)
+            found = versions()
+            failures.extend(i for i, v in seen.items() if found.get(i, 0) < v)
+            seen.update(found)
+            if num_applied is not None and len(models.applied["m/t"]) >= num_applied:
+                messages.send(failures)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        models.apply_rows = checked  # type: ignore[method-assign]
+        applying = ApplierOptions(poll_timeout_seconds=0.05)
+        with UpdateApplier(source, models, applying, records=store) as applier:
+            deadline = time.monotonic() + 60
+            while list(seen.values()).count(last_version) < len(ids):
+                assert time.monotonic() < deadline, (source.statistics, applier.statistics())
+                time.sleep(0.01)
+            messages.send((failures, dict(applier.statistics().num_dropped)))

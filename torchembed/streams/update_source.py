@@ -53,6 +53,8 @@ class UpdateSource:
             raise ValueError("group must be a name, got ''; instances with equal names share")
         self.options = options or SourceOptions()
         self.statistics = SourceStatistics()
+        self.num_assignments = 0
+        """How often this instance was given partitions, which others may have read before."""
         self._brokers, self._group = brokers, group
         self._errors = BrokerErrors(brokers)
         self._received = ReceivedMessages(self.options, self.statistics, width_of)
@@ -251,6 +253,7 @@ class UpdateSource:
 
     def _note_assigned(self, consumer: Any, partitions: list[Any]) -> None:
         """Note where a group that is not new begins, for :meth:`lag`."""
+        self.num_assignments += 1
         try:
             known = consumer.committed(partitions, timeout=_DISCOVERY_TIMEOUT_SECONDS)
         except kafka().KafkaException as error:

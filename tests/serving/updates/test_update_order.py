@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from torchembed.serving.updates import DropReason
 from torchembed.serving.updates.update_order import UpdateOrder
+from torchembed.stores import MemoryStore
 from torchembed.streams import DenseUpdate, RowUpdate, UpdateOrigin
 
 _NONE = torch.empty(0, dtype=torch.int64)
@@ -69,7 +70,7 @@ def test_what_comes_again_or_late_is_refused() -> None:
     ):
         assert order.why_not(update) is expected, update
         if expected is None:
-            order.note_applied(update)
+            order.note_applied([update])
 
 
 @settings(max_examples=200, derandomize=True, database=None)
@@ -93,7 +94,35 @@ def test_partitions_that_are_read_again_from_anywhere_end_up_the_same(
     for stop, rewind in zip([*stops, len(written)], [*rewinds, 0], strict=True):
         for update in written[at:stop]:
             if order.why_not(update) is None:
-                order.note_applied(update)
+                order.note_applied([update])
                 applied.append(update.version)
         at = max(min(stop, len(written)) - rewind, 0)
     assert applied == list(range(1, len(written) + 1))
+
+
+def test_it_outlives_the_process_beside_the_rows() -> None:
+    with MemoryStore() as records:
+        before = UpdateOrder(records)
+        before.note_applied([rows(3, version=5), rows(4, version=6), rows(2, partition=1)])
+        before.note_applied([dense(7)])
+        # Begun, and perhaps done in part, when the process ended.
+        before.note_begun([rows(5, version=6), rows(8, version=6)])
+        after = UpdateOrder(records)
+        asked = [rows(4, version=6), rows(5, version=6), rows(9, version=6), rows(1, partition=1)]
+        after.read([*asked, dense(7), rows(1, publisher=2, version=5)])
+        assert [after.why_not(update) for update in asked] == [
+            *(DropReason.REPEATED, None, None, DropReason.REPEATED)
+        ]
+        assert after.why_not(rows(1, publisher=2, version=5)) is DropReason.OLD_VERSION
+        # The dense part went with the process.
+        assert after.why_not(dense(7)) is None
+        torn = [after.is_torn(rows(sequence)) for sequence in (5, 7, 8, 9)]
+        assert torn == [True, True, False, False]
+        # Another process goes on with the partition.
+        other = UpdateOrder(records)
+        other.read(asked)
+        other.note_applied([rows(9, version=6)])
+        assert after.why_not(rows(9, version=6)) is None
+        after.forget()
+        after.read(asked)
+        assert after.why_not(rows(9, version=6)) is DropReason.REPEATED

@@ -57,7 +57,7 @@ class Server:
                     max_bytes=config.max_memory_bytes,
                 )
             )
-            self._opened = opening.pop_all()
+            self._opened, self._records = opening.pop_all(), stores.records
         self.metrics.add_source(lambda: lookup_totals(self.repository))
         self.metrics.add_execution_source(lambda: batch_totals(self.repository))
         directory, metrics = self.repository, self.metrics
@@ -139,7 +139,7 @@ class Server:
                 config.failure_back_off_seconds, ApplierOptions.longest_back_off_seconds
             ),
         )
-        applier = UpdateApplier(source, self.repository, applying)
+        applier = UpdateApplier(source, self.repository, applying, records=self._records)
         self.metrics.add_source(lambda: update_totals(applier))
         return applier
 

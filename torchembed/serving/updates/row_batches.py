@@ -46,6 +46,10 @@ class RowBatch:
         self._num_bytes += update.rows.nbytes
         self._has_deletions |= len(update.deleted_keys) > 0
 
+    def last_updates(self) -> list[RowUpdate]:
+        """The last update of each partition."""
+        return list(self._last.values())
+
     def joined(self) -> RowUpdate:
         """All updates as one; of a key that comes several times the last row counts."""
         if len(self.updates) == 1:

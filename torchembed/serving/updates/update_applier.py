@@ -17,9 +17,13 @@ from torchembed.serving.updates.applier_statistics import (
 )
 from torchembed.serving.updates.row_batches import RowBatch
 from torchembed.serving.updates.update_order import UpdateOrder
+from torchembed.stores import RowStore
 from torchembed.streams import DenseUpdate, RowUpdate, Update, UpdateSource
 
 _LOG = logging.getLogger("torchembed.serving")
+
+_BatchPlace = tuple[str, str, int | None]
+"""A model, its table, and the partition where updates of one alone are joined."""
 
 
 class UpdatedModels(Protocol):
@@ -78,9 +82,10 @@ class ApplierOptions:
 class UpdateApplier:
     """Applies updates in the order of their partitions, each at least once.
 
-    What was applied is committed behind each poll, so that after a crash some updates are applied
-    again, in the same order: the rows end up the same. Within one run an update that comes again,
-    or is of an earlier version than what was applied, is dropped and counted; so is one of a model
+    What was applied is committed behind each poll, so that after a crash some updates come again.
+    An update that comes again, or is of an earlier version than what was applied, is dropped and
+    counted, also after a crash where ``records`` are kept: no row is ever replaced by an older one.
+    So is one of a model
     or table that is not served, or of other widths or tensors, of which the first of each table is
     logged. What waits for a table is written at once. Where the models' stores are away it tries on
     until they are back, and applies nothing else meanwhile. It is a context manager that starts and
@@ -89,15 +94,28 @@ class UpdateApplier:
     Args:
         source: of the updates; it belongs to the applier, which closes it.
         models: that they are applied to, in a thread of the applier's.
+        records: the store that keeps the rows of the models when the process ends, in which it is
+            kept how far updates were applied; None where the order is that of one run.
+
+    Raises:
+        RowStoreError, OSError: where ``records`` cannot be opened.
     """
 
     def __init__(
-        self, source: UpdateSource, models: UpdatedModels, options: ApplierOptions | None = None
+        self,
+        source: UpdateSource,
+        models: UpdatedModels,
+        options: ApplierOptions | None = None,
+        *,
+        records: RowStore | None = None,
     ) -> None:
         self.options = options or ApplierOptions()
         self.source = source
         self._models = models
-        self._order = UpdateOrder()
+        self._order = UpdateOrder(records)
+        self._held: dict[_BatchPlace, RowBatch] = {}
+        """Updates that must be applied together with later ones, which have not come yet."""
+        self._num_assignments = 0
         self._totals = ApplierTotals()
         self._told: set[tuple[str, str, DropReason]] = set()
         self._is_failing = False
@@ -161,20 +179,35 @@ class UpdateApplier:
             lambda: updates.extend(self.source.poll(self.options.poll_timeout_seconds))
         )
         if self._apply_all(updates):
-            self.source.commit()
-            self._totals.lag = self.source.lag()
+            lag = self.source.lag()
+            if self._held and not updates and not lag.num_messages:
+                # What they wait for is not there any more.
+                waiting, self._held = self._held, {}
+                if not self._apply_batches(waiting):
+                    return
+            if not self._held:
+                self.source.commit()
+            self._totals.lag = lag
 
     def _apply_all(self, updates: Sequence[Update]) -> bool:
         """Apply updates or drop them; False where that could not be done before the end."""
-        batches: dict[tuple[str, str], RowBatch] = {}
+        if self.source.num_assignments != self._num_assignments:
+            self._num_assignments = self.source.num_assignments
+            self._order.forget()
+        if not self._until_done(lambda: self._order.read(updates)):
+            return False
+        batches, self._held = self._held, {}
         for update in updates:
             if isinstance(update, DenseUpdate):
                 # It was published behind the rows of its version.
-                waiting, batches = batches, {}
+                waiting = {p: b for p, b in batches.items() if not self._is_torn(b)}
+                batches = {p: b for p, b in batches.items() if p not in waiting}
                 if not self._apply_batches(waiting) or not self._apply_dense(update):
                     return False
                 continue
-            place = update.model, update.table
+            place = update.model, update.table, update.origin.partition
+            if place not in batches and not self._order.is_torn(update):
+                place = update.model, update.table, None
             batch = batches.get(place)
             if batch is not None and not batch.takes(update):
                 if not self._apply_batches({place: batches.pop(place)}):
@@ -183,12 +216,19 @@ class UpdateApplier:
             if not self._is_due(update):
                 continue
             if batch is None:
-                batches[place] = RowBatch(update)
+                batch = batches[place] = RowBatch(update)
             else:
                 batch.add(update)
-        return self._apply_batches(batches)
+            is_whole = place[2] is not None and not self._is_torn(batch)
+            if is_whole and not self._apply_batches({place: batches.pop(place)}):
+                return False
+        self._held = {place: batch for place, batch in batches.items() if self._is_torn(batch)}
+        return self._apply_batches({p: b for p, b in batches.items() if p not in self._held})
 
-    def _apply_batches(self, batches: Mapping[tuple[str, str], RowBatch]) -> bool:
+    def _is_torn(self, batch: RowBatch) -> bool:
+        return any(map(self._order.is_torn, batch.last_updates()))
+
+    def _apply_batches(self, batches: Mapping[_BatchPlace, RowBatch]) -> bool:
         return all(self._apply_batch(batch) for batch in batches.values())
 
     def _apply_batch(self, batch: RowBatch) -> bool:
@@ -221,15 +261,20 @@ class UpdateApplier:
     def _apply(self, updates: Sequence[Update], action: Callable[[], object]) -> bool:
         """Apply updates by an action, or drop them; False where neither could be done before the
         end."""
+
+        def noted() -> None:
+            self._order.note_begun(updates)
+            action()
+            self._order.note_applied(updates)
+
         try:
-            is_done = self._until_done(action)
+            is_done = self._until_done(noted)
         except (TypeError, ValueError, UnknownModelError) as error:
             is_unknown = isinstance(error, UnknownModelError)
             for update in updates:
                 self._drop(update, DropReason.UNKNOWN if is_unknown else DropReason.UNFIT, error)
             return True
         for update in updates if is_done else ():
-            self._order.note_applied(update)
             self._totals.note_applied(update)
         return is_done
 
