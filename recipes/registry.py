@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipes.ctr import frappe, ml1m
+from recipes.ctr import frappe, made, ml1m
 from recipes.dlrm_dcnv2 import config as dlrm
 from recipes.dlrm_dcnv2.run import run as run_dlrm
 from recipes.result import RankingResult, Result, Stopped, TasksResult
@@ -42,8 +42,12 @@ RECIPES = {
     "dlrm_dcnv2.quickstart": Recipe(dlrm.quickstart, run_dlrm),
     "dlrm_dcnv2.criteo_kaggle": Recipe(dlrm.criteo_kaggle, run_dlrm),
     "dlrm_dcnv2.mlperf": Recipe(dlrm.mlperf, run_dlrm),
-    "ctr-frappe": Recipe(frappe.config, frappe.run),
-    "ctr-ml1m": Recipe(ml1m.config, ml1m.run),
+    **{name: Recipe(config, made.run) for name, config in made.CONFIGS.items()},
+    **{f"{name}.frappe": Recipe(config, frappe.run) for name, config in frappe.CONFIGS.items()},
+    **{f"{name}.ml1m": Recipe(config, ml1m.run) for name, config in ml1m.CONFIGS.items()},
+    # The first names of dcnv2.frappe and dcnv2.ml1m.
+    "ctr-frappe": Recipe(frappe.CONFIGS["dcnv2"], frappe.run),
+    "ctr-ml1m": Recipe(ml1m.CONFIGS["dcnv2"], ml1m.run),
     "shared-bottom": Recipe(tasks_of_ml1m.shared_bottom, tasks_of_ml1m.run),
     "shared-bottom.sines": Recipe(sines.shared_bottom, sines.run),
     "mmoe": Recipe(tasks_of_ml1m.mmoe, tasks_of_ml1m.run),

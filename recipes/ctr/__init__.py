@@ -1,1 +1,1 @@
-"""DCNv2 on small public data sets, by the protocols of published benchmarks."""
+"""Models of clicks on small data sets, by the protocols of published benchmarks."""

@@ -1,16 +1,35 @@
-"""Configuration of a run of DCNv2 on a small data set."""
+"""Configuration of a run of a model of clicks on a small data set."""
 
 import dataclasses
 from pathlib import Path
+from typing import ClassVar, Protocol
+
+import torch
+from torch import nn
 
 from recipes.dynamic import DEFAULT_EVICTION, DEFAULT_SHARED, Eviction, check_dynamic
 from recipes.precision import Precision
+from torchembed import EmbeddingBagCollection
 from torchembed.sharding import Placement
+
+
+class Collections(Protocol):
+    """Makes collections with a table for each feature."""
+
+    def __call__(self, embedding_dim: int, suffix: str = "") -> EmbeddingBagCollection:
+        """One whose tables have ``embedding_dim`` columns, and names that end with ``suffix``."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CtrConfig:
-    """A run, wholly: one training for each seed, stopped early; the result is their mean."""
+    """A run, wholly: one training for each seed, stopped early; the result is their mean.
+
+    Each model has a subclass, with its structure.
+    """
+
+    title: ClassVar[str]
+    """The model's name."""
 
     # A string first: the command line takes the first that fits, and a Path takes a slash of URLs.
     data: str | Path | None = None
@@ -39,11 +58,6 @@ class CtrConfig:
     beside_modulo: bool = True
     """Train static tables of as many rows, which take the ids modulo these, beside dynamic ones of
     a given capacity, and state both."""
-    num_cross_layers: int = 2
-    layer_sizes: tuple[int, ...] = (256, 256)
-    """Widths of the MLP, parallel to the cross network."""
-    dropout: float = 0.2
-    batch_norm: bool = False
     placement: Placement | None = None
     """Placement of every table over several ranks; without it the plan chooses."""
     precision: Precision = Precision.FP32
@@ -52,6 +66,8 @@ class CtrConfig:
     """Samples a step, over all ranks."""
     learning_rate: float = 0.001
     """Learning rate of Adam, for tables and dense layers."""
+    max_grad_norm: float | None = None
+    """Bound of the norm of all gradients together; without it they are not clipped."""
     lr_decay: float = 0.1
     """The learning rate is multiplied by this after an epoch that did not improve."""
     patience: int = 2
@@ -72,3 +88,13 @@ class CtrConfig:
             eviction=self.eviction,
             shared=self.shared,
         )
+
+    def build(self, collections: Collections, num_dense: int, device: torch.device) -> nn.Module:
+        """The model, with dense parameters on ``device``.
+
+        Args:
+            collections: makes its collections.
+            num_dense: number of dense features.
+            device: of the dense parameters.
+        """
+        raise NotImplementedError

@@ -1,17 +1,33 @@
 """Frappe: which mobile app does a user open, in which context?
 
 The protocol is that of BARS' Frappe_x1 (https://openbenchmark.github.io/BARS): the published
-split, ten fields, and DCNv2 with batch norm in its MLP. Its L2 penalty of 0.05 is FuxiCTR's: half
-of it times the sum of squares of all rows of all tables is added to each batch's loss.
+split, ten fields, batch norm in all MLPs, gradients clipped at 10, and for each model the L2
+penalty, dropout and structure that were found best there. The penalty is FuxiCTR's: half of it
+times the sum of squares of all rows of all tables is added to each batch's loss.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from recipes.ctr.config import CtrConfig
+from recipes.ctr.models import (
+    AutoIntConfig,
+    DCNConfig,
+    DCNv2Config,
+    DeepFMConfig,
+    DLRMConfig,
+    DNNConfig,
+    FactorizationMachineConfig,
+    LogisticRegressionConfig,
+    MLPConfig,
+    WideAndDeepConfig,
+    XDeepFMConfig,
+)
 from recipes.ctr.number_file import read_numbers
 from recipes.ctr.rows import OneIdEach, Rows
 from recipes.ctr.run import run_seeds
@@ -19,6 +35,7 @@ from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
 from recipes.result import Result, Stopped
 from torchembed.data.data_path import DataPath
+from torchembed.models import DLRMInteraction
 
 FIELDS = (
     "user",
@@ -39,26 +56,62 @@ COLUMNS = ("label", *FIELDS)
 PARTS = ("train", "valid", "test")
 
 
-def config(data: str | Path | None = None) -> CtrConfig:
-    """DCNv2 on Frappe_x1, mean of three seeds.
+DESCRIPTION = """
+The data are Frappe_x1 as BARS publishes it: train.csv, valid.csv and test.csv, in --data or in a
+folder Frappe_x1 there. Each has a header, label,user,item,daytime,weekday,isweekend,homework,cost,
+weather,country,city, and rows of integers. Read as well: frappe_x1r.npz with arrays
+{train,valid,test}_x, the ids, and {train,valid,test}_y, the labels.
+"""
 
-    The data are Frappe_x1 as BARS publishes it: train.csv, valid.csv and test.csv, in --data or in
-    a folder Frappe_x1 there. Each has a header, label,user,item,daytime,weekday,isweekend,
-    homework,cost,weather,country,city, and rows of integers. Read as well: frappe_x1r.npz with
-    arrays {train,valid,test}_x, the ids, and {train,valid,test}_y, the labels.
-    """
-    return CtrConfig(
-        data=data,
-        embedding_dim=10,
-        embedding_std=1e-4,
-        embedding_l2=0.05,
-        num_cross_layers=4,
-        layer_sizes=(400, 400, 400),
+
+def _config(
+    kind: type[CtrConfig], *, embedding_l2: float, **structure: Any
+) -> Callable[[str | Path | None], CtrConfig]:
+    """From the data's folder to the config of a model."""
+    if issubclass(kind, MLPConfig):
+        structure |= {"layer_sizes": (400, 400, 400), "batch_norm": True}
+
+    def config(data: str | Path | None = None) -> CtrConfig:
+        return kind(
+            data=data,
+            embedding_dim=10,
+            embedding_std=1e-4,
+            embedding_l2=embedding_l2,
+            learning_rate=0.001,
+            max_grad_norm=10.0,
+            min_improvement=1e-6,
+            **structure,
+        )
+
+    config.__doc__ = f"{kind.title} on Frappe_x1, mean of three seeds.\n{DESCRIPTION}"
+    return config
+
+
+CONFIGS = {
+    "lr": _config(LogisticRegressionConfig, embedding_l2=1e-5),
+    "fm": _config(FactorizationMachineConfig, embedding_l2=5e-6),
+    "dnn": _config(DNNConfig, embedding_l2=0.05, dropout=0.2),
+    "wide-and-deep": _config(WideAndDeepConfig, embedding_l2=0.1, dropout=0.6),
+    "deepfm": _config(DeepFMConfig, embedding_l2=0.05, dropout=0.2),
+    "dcn": _config(DCNConfig, embedding_l2=0.05, dropout=0.2, num_cross_layers=3),
+    "dcnv2": _config(DCNv2Config, embedding_l2=0.05, dropout=0.4, num_cross_layers=4),
+    "dlrm": _config(
+        DLRMConfig,
+        embedding_l2=0.1,
         dropout=0.4,
-        batch_norm=True,
-        learning_rate=0.001,
-        min_improvement=1e-6,
-    )
+        interaction=DLRMInteraction.CONCATENATION,
+    ),
+    "xdeepfm": _config(XDeepFMConfig, embedding_l2=0.1, dropout=0.2, cin_layer_sizes=(64,)),
+    "autoint": _config(
+        AutoIntConfig,
+        embedding_l2=0.1,
+        dropout=0.1,
+        num_attention_layers=5,
+        attention_dim=128,
+        num_heads=4,
+    ),
+}
+"""The config of each model."""
 
 
 def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopped:

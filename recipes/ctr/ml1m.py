@@ -6,7 +6,7 @@ rows are divided at random, 8 : 1 : 1, anew for each seed.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recipes.ctr.config import CtrConfig
+from recipes.ctr.models import MODELS
 from recipes.ctr.number_file import read_numbers
 from recipes.ctr.rows import BagEach, OneIdEach, Rows
 from recipes.ctr.run import run_seeds
@@ -31,23 +32,26 @@ _RATINGS = ("UserID", "MovieID", "Rating", "Timestamp")
 _TITLE_WITH_YEAR = re.compile(r".*\((\d{4})\)")
 
 
-def config(data: str | Path | None = None) -> CtrConfig:
-    """DCNv2 on MovieLens-1M, mean of three seeds.
+DESCRIPTION = """
+The data are GroupLens' ml-1m as published: ratings.dat (UserID::MovieID::Rating::Timestamp),
+users.dat (UserID::Gender::Age::Occupation::Zip-code) and movies.dat (MovieID::Title::Genres), in
+--data or in a folder ml-1m there. Read as well, in place of ratings.dat: ratings.npz with arrays
+user, movie and rating.
+"""
 
-    The data are GroupLens' ml-1m as published: ratings.dat (UserID::MovieID::Rating::Timestamp),
-    users.dat (UserID::Gender::Age::Occupation::Zip-code) and movies.dat (MovieID::Title::Genres),
-    in --data or in a folder ml-1m there. Read as well, in place of ratings.dat: ratings.npz with
-    arrays user, movie and rating.
-    """
-    return CtrConfig(
-        data=data,
-        embedding_dim=16,
-        embedding_std=0.05,
-        num_cross_layers=2,
-        layer_sizes=(256, 256),
-        dropout=0.2,
-        learning_rate=0.002,
-    )
+
+def _config(kind: type[CtrConfig]) -> Callable[[str | Path | None], CtrConfig]:
+    """From the data's folder to the config of a model."""
+
+    def config(data: str | Path | None = None) -> CtrConfig:
+        return kind(data=data, embedding_dim=16, embedding_std=0.05, learning_rate=0.002)
+
+    config.__doc__ = f"{kind.title} on MovieLens-1M, mean of three seeds.\n{DESCRIPTION}"
+    return config
+
+
+CONFIGS = {name: _config(kind) for name, kind in MODELS.items()}
+"""The config of each model."""
 
 
 def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopped:

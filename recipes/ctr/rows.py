@@ -76,9 +76,16 @@ class Rows:
     features: Mapping[str, OneIdEach | BagEach]
     labels: Tree
     """float32 ``[N]``, 0 or 1; of several tasks a mapping with one for each."""
+    dense: Tensor | None = None
+    """float32 ``[N, num_dense]``; None where there are no dense features."""
 
     def __len__(self) -> int:
         return len(tensors_in(self.labels)[0])
+
+    @property
+    def num_dense(self) -> int:
+        """The number of dense features."""
+        return 0 if self.dense is None else self.dense.shape[1]
 
     def mapped(self, ids: Mapping[str, Tensor]) -> "Rows":
         """The same rows with ``ids[name][n]``, int64, for value number n of feature ``name``."""
@@ -86,7 +93,7 @@ class Rows:
         return dataclasses.replace(self, features=features)
 
     def batch(self, rows: Tensor) -> Batch:
-        """The rows numbered ``rows [B]``, without dense features."""
+        """The rows numbered ``rows [B]``."""
         features = [feature.of(rows) for feature in self.features.values()]
         values, lengths = (torch.cat(column) for column in zip(*features, strict=True))
         is_jagged = any(isinstance(feature, BagEach) for feature in self.features.values())
@@ -98,7 +105,8 @@ class Rows:
             hotness=None if is_jagged else (1,) * len(self.features),
         )
         labels = map_tensors(lambda of_all: of_all[rows], self.labels)
-        return Batch(torch.empty(len(rows), 0), sparse, labels)
+        dense = torch.empty(len(rows), 0) if self.dense is None else self.dense[rows]
+        return Batch(dense, sparse, labels)
 
 
 class RowBatches:

@@ -1,4 +1,4 @@
-"""Training DCNv2 with early stopping, once for each seed."""
+"""Training a model of clicks with early stopping, once for each seed."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,7 +18,6 @@ from recipes.dynamic import DEFAULT_EVICTION, DEFAULT_SHARED, table_size
 from recipes.ranks import shard_over_ranks, table_device
 from recipes.result import Result, Stopped
 from torchembed.core import ranks
-from torchembed.models import DCNv2
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.tables import table_of
 from torchembed.training import (
@@ -113,7 +112,7 @@ def run_seed(
     It goes on after the last whole epoch that is in ``newest``.
     """
     rows, num_rows = rows_in_tables(config, splits.rows)
-    model = build_model(config, num_rows, seed, device)
+    model = build_model(config, num_rows, seed, device, num_dense=rows.num_dense)
     optimizers = build_optimizers(config, model)
     # Dropout differs from rank to rank; all else that is random is drawn the same on each.
     torch.manual_seed(seed + 1000 * (1 + ranks.rank()))
@@ -146,6 +145,7 @@ def run_seed(
             binary_cross_entropy,
             optimizers,
             autocast=config.precision.autocast,
+            max_grad_norm=config.max_grad_norm,
         ) as pipeline,
     ):
         for epoch in epochs if early_stop.reason is None else ():
@@ -182,16 +182,21 @@ def run_seed(
         raise ValueError("the validation rows must have labels of both kinds, or there is no AUC")
     best.load(TrainingRun(model=model), early_stop.best_step)
     if ranks.rank() == 0:
-        plot_history(history, output / "training.png", title=f"DCNv2, seed {seed}")
+        plot_history(history, output / "training.png", title=f"{config.title}, seed {seed}")
     with config.precision.context(device):
         test = evaluate(model, batches(splits.test))
     return SeedRun(early_stop.best_auc, test, history, output / "checkpoint")
 
 
 def build_model(
-    config: CtrConfig, num_rows: Mapping[str, int], seed: int, device: torch.device
-) -> DCNv2:
-    """DCNv2 with a table of ``num_rows`` for each feature, spread over the ranks; bags are
+    config: CtrConfig,
+    num_rows: Mapping[str, int],
+    seed: int,
+    device: torch.device,
+    *,
+    num_dense: int = 0,
+) -> nn.Module:
+    """The model with tables of ``num_rows`` for each feature, spread over the ranks; bags are
     averaged."""
     torch.manual_seed(seed)
     evicts = config.capacity is not None
@@ -205,31 +210,27 @@ def build_model(
         )
         for name, size in num_rows.items()
     }
-    tables = torchembed.EmbeddingBagCollection(
-        [
-            torchembed.EmbeddingBagConfig(
-                name=name,
-                num_embeddings=size.num_embeddings,
-                embedding_dim=config.embedding_dim,
-                feature_names=(name,),
-                pooling=torchembed.Pooling.MEAN,
-                initializer=torchembed.Normal(std=config.embedding_std),
-                dynamic=size.dynamic,
-            )
-            for name, size in sizes.items()
-        ],
-        device=table_device(device),
-        seed=seed,
-        output_dtype=config.precision.value,
-    )
-    model = DCNv2(
-        tables,
-        num_cross_layers=config.num_cross_layers,
-        layer_sizes=config.layer_sizes,
-        dropout=config.dropout,
-        batch_norm=config.batch_norm,
-        dense_device=device,
-    )
+
+    def collection(embedding_dim: int, suffix: str = "") -> torchembed.EmbeddingBagCollection:
+        return torchembed.EmbeddingBagCollection(
+            [
+                torchembed.EmbeddingBagConfig(
+                    name=name + suffix,
+                    num_embeddings=size.num_embeddings,
+                    embedding_dim=embedding_dim,
+                    feature_names=(name,),
+                    pooling=torchembed.Pooling.MEAN,
+                    initializer=torchembed.Normal(std=config.embedding_std),
+                    dynamic=size.dynamic,
+                )
+                for name, size in sizes.items()
+            ],
+            device=table_device(device),
+            seed=seed,
+            output_dtype=config.precision.value,
+        )
+
+    model = config.build(collection, num_dense, device)
     shard_over_ranks(model, device, torchembed.optim.Adam, config.placement)
     return model
 

@@ -9,6 +9,7 @@ import torch
 
 from recipes.ctr import frappe, ml1m
 from recipes.ctr.config import CtrConfig
+from recipes.ctr.models import DCNv2Config
 from recipes.ctr.rows import Rows
 from recipes.ctr.run import build_model
 from recipes.ctr.tables import rows_in_tables
@@ -144,7 +145,7 @@ def test_tables_get_rows_for_a_part_of_the_ids(tmp_path: Path) -> None:
 
 def test_rows_of_a_given_capacity_are_divided(tmp_path: Path) -> None:
     rows = ml1m.read(made_data.write_ml1m(tmp_path))
-    config = CtrConfig(capacity=0.5, dynamic=True)
+    config = DCNv2Config(capacity=0.5, dynamic=True)
     sizes = rows_in_tables(config, rows).num_rows
     model = build_model(config, sizes, 0, torch.device("cpu"))
     for name, size in sizes.items():
