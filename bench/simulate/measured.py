@@ -1,0 +1,59 @@
+"""Measured steps, beside which the simulation is fitted and judged."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from bench.report.result_file import Row
+from bench.simulate.schedule import Sharing, Task, run
+from bench.simulate.step import Setting, simulated_step
+from torchembed.sharding.planning.topology import GPUS
+
+MOST_SPREAD = 1.1
+"""Longest over shortest time of a row that is taken: in others the host was late."""
+
+
+class Comparison(NamedTuple):
+    """A measured step and its tasks."""
+
+    setting: Setting
+    milliseconds: float
+    tasks: list[Task]
+
+    def ratio(self, sharing: Sharing) -> float:
+        """The simulated time over the measured one."""
+        return simulated_ms(self.tasks, sharing) / self.milliseconds
+
+
+def simulated_ms(tasks: Sequence[Task], sharing: Sharing) -> float:
+    """Milliseconds from the first task's beginning to the last one's end."""
+    return 1e3 * max(span.end for span in run(tasks, sharing))
+
+
+def comparisons(rows: Iterable[Row]) -> list[Comparison]:
+    """The steps in 16-bit precision among ``rows`` of ``bench.step.train_step``, each setting once:
+    the last of several, and none whose times are spread by more than :data:`MOST_SPREAD`."""
+    found: dict[Setting, float] = {}
+    for row in rows:
+        is_ours = row.get("bench") == "train_step" and row.get("system") == "torchembed"
+        if not is_ours or row["precision"] != "bf16" or "ms_median" not in row:
+            continue
+        hardware = next((gpu for gpu in GPUS if gpu.name in row["gpu"]), None)
+        if hardware is None or row["ms_max"] > MOST_SPREAD * row["ms_min"]:
+            continue
+        setting = Setting(
+            hardware=hardware,
+            num_gpus=row["num_gpus"],
+            batch_per_gpu=row["batch_per_gpu"],
+            ids=row["ids"],
+            max_rows=row["max_rows"],
+            optimizer=row["optimizer"],
+            wire=row["wire"],
+        )
+        found[setting] = row["ms_median"]
+    return [Comparison(s, ms, simulated_step(s).tasks) for s, ms in found.items()]
+
+
+def fitted(measured: Sequence[Comparison]) -> Sharing:
+    """The sharing with the least squares of relative errors, by steps of .05."""
+    grid = [Sharing(k / 20, w / 20) for k in range(21) for w in range(21)]
+    return min(grid, key=lambda s: sum((each.ratio(s) - 1) ** 2 for each in measured))

@@ -1,0 +1,136 @@
+"""The tasks of a captured step of DLRM-DCNv2, with the planner's costs of each."""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from bench.data import dlrm_dcnv2 as workload
+from bench.planning.step_costs import make_planner, predicted_ms, wire_precision
+from bench.simulate.schedule import Engine, Task
+from torchembed import plan_embeddings
+from torchembed.sharding import PlanReport, Topology
+from torchembed.sharding.planning.topology import Hardware
+
+SORT_SECONDS, SORT_SECONDS_PER_ID = 30e-6, 0.13e-9
+"""Finding the rows and runs of a batch's ids, fixed and for each id that a rank receives: fitted to
+the stage ``ids`` of ``bench/results/step_stages_2_h200.json``."""
+MEAN_PARTS = 4
+"""Parts of the dense gradients, each of which is averaged and updated as soon as it is there."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A step to simulate, in 16-bit precision over float32 tables."""
+
+    hardware: Hardware
+    num_gpus: int
+    gpus_per_node: int = 8
+    batch_per_gpu: int = 8192
+    ids: str = "uniform"
+    max_rows: int | None = None
+    """Tables are cut to this."""
+    optimizer: str = "adagrad"
+    wire: str = "bf16"
+    two_level: bool = False
+    """Exchange within nodes first, then one message for each pair of nodes, which torchembed does
+    not do yet: a GPU then meets those of its node and one of each other node, in place of all."""
+
+    @property
+    def topology(self) -> Topology:
+        """The GPUs, on as few nodes as hold them.
+
+        Raises:
+            ValueError: where they do not fill nodes.
+        """
+        per_node = min(self.num_gpus, self.gpus_per_node)
+        num_nodes, left = divmod(self.num_gpus, per_node)
+        if left:
+            raise ValueError(
+                f"num_gpus must be a multiple of the {per_node} GPUs of a node, got {self.num_gpus}"
+            )
+        topology = Topology.of_hardware(self.hardware, ranks_per_node=per_node, num_nodes=num_nodes)
+        if not self.two_level or num_nodes == 1:
+            return topology
+        met = (per_node + num_nodes) / self.num_gpus
+        return dataclasses.replace(
+            topology,
+            exchange_seconds=2 * topology.exchange_seconds,
+            peer_seconds=met * topology.peer_seconds,
+        )
+
+
+class SimulatedStep(NamedTuple):
+    """The tasks of the slowest rank, and the plan that they follow from."""
+
+    tasks: list[Task]
+    report: PlanReport
+
+
+def simulated_step(setting: Setting) -> SimulatedStep:
+    """Plan the tables of ``setting``, and make the tasks of its step.
+
+    Raises:
+        ValueError: where the tables do not fit the GPUs, as the planner says it.
+    """
+    meta = torch.device("meta")
+    model = workload.make_model(
+        workload.table_configs(setting.max_rows),
+        workload.DENSE_SIZES,
+        table_device=meta,
+        device=meta,
+        seed=0,
+        output_dtype=torch.bfloat16,
+    )
+    planner = dataclasses.replace(
+        make_planner(
+            setting.batch_per_gpu, setting.ids, setting.optimizer, "bf16", setting.max_rows
+        ),
+        topology=setting.topology,
+    )
+    report = plan_embeddings(model, planner, wire=wire_precision(setting.wire))
+    return SimulatedStep(_tasks(setting, report), report)
+
+
+def _tasks(setting: Setting, report: PlanReport) -> list[Task]:
+    stages = {name: ms * 1e-3 for name, ms in predicted_ms(report).items()}
+    ranks = report.ranks
+    num_ids = setting.batch_per_gpu * sum(workload.HOTNESS)
+    backward = stages["dense backward"] / 2
+    tasks = [
+        Task("lookup", Engine.MULTIPROCESSORS, stages["lookup"]),
+        # Those of the next batch, which nothing in the step waits for.
+        Task("ids out", Engine.WIRES, max(rank.ids_seconds for rank in ranks)),
+        Task(
+            "find runs",
+            Engine.MULTIPROCESSORS,
+            SORT_SECONDS + num_ids * SORT_SECONDS_PER_ID,
+            ("ids out",),
+        ),
+        Task("vectors back", Engine.WIRES, max(r.vectors_seconds for r in ranks), ("lookup",)),
+        Task("forward", Engine.MULTIPROCESSORS, stages["dense forward"], ("vectors back",)),
+        Task("backward of inputs", Engine.MULTIPROCESSORS, backward, ("forward",)),
+        Task(
+            "gradients out",
+            Engine.WIRES,
+            max(rank.gradients_seconds for rank in ranks),
+            ("backward of inputs",),
+        ),
+        Task("row update", Engine.MULTIPROCESSORS, stages["row update"], ("gradients out",)),
+    ]
+    # Gradients of weights are computed last, since nothing but their means waits for them.
+    earlier = "backward of inputs"
+    for number in range(MEAN_PARTS):
+        weights, mean = f"backward of weights {number}", f"mean {number}"
+        tasks += [
+            Task(weights, Engine.MULTIPROCESSORS, backward / MEAN_PARTS, (earlier,)),
+            Task(mean, Engine.WIRES, stages["mean"] / MEAN_PARTS, (weights,)),
+            Task(
+                f"dense update {number}",
+                Engine.MULTIPROCESSORS,
+                stages["dense update"] / MEAN_PARTS,
+                (mean,),
+            ),
+        ]
+        earlier = weights
+    return tasks
