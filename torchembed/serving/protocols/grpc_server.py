@@ -33,7 +33,10 @@ class GrpcServer:
         self._service = GrpcService(
             directory, metrics or ServerMetrics(), self._admission, self._options
         )
-        self._threads = ThreadPoolExecutor(self._options.num_threads, "torchembed-grpc")
+        # One for each call under way; the service bounds how many of them compute at once.
+        self._threads = ThreadPoolExecutor(
+            self._options.limits.max_requests_at_once, "torchembed-grpc"
+        )
         self._server: grpc.Server | None = None
         self._address = ""
 
@@ -70,6 +73,10 @@ class GrpcServer:
                     "grpc.max_connection_idle_ms",
                     math.ceil(options.timeouts.idle_seconds * 1000),
                 ),
+                (
+                    "grpc.server_handshake_timeout_ms",
+                    math.ceil(options.timeouts.receive_seconds * 1000),
+                ),
                 ("grpc.so_reuseport", 0),
             ),
             maximum_concurrent_rpcs=limits.max_requests_at_once,
@@ -84,6 +91,7 @@ class GrpcServer:
                 port = server.add_secure_port(wanted, grpc.ssl_server_credentials([pair]))
         except RuntimeError as error:
             raise OSError(f"gRPC cannot listen at {wanted}: {error}") from error
+        self._service.receiving.start()
         server.start()
         self._server = server
         self._address = f"{host}:{port}"
@@ -97,4 +105,5 @@ class GrpcServer:
         self.refuse_new()
         if self._server is not None:
             self._server.stop(grace_seconds).wait()
+        self._service.receiving.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

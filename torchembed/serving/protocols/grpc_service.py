@@ -3,8 +3,9 @@
 import functools
 import hmac
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from torchembed.serving.interface import (
 from torchembed.serving.protocols import access_log, descriptions, grpc_requests, repository
 from torchembed.serving.protocols.admission import Admission
 from torchembed.serving.protocols.grpc_messages import message_class
+from torchembed.serving.protocols.grpc_receiving import ReceivingCalls
 from torchembed.serving.protocols.inference import Inferred, infer
 from torchembed.serving.protocols.metrics import ServerMetrics
 from torchembed.serving.protocols.options import ServerOptions
@@ -47,7 +49,11 @@ _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 
 
 class GrpcService:
-    """Answers each call from a model directory, on the thread that it comes on."""
+    """Answers each call from a model directory, on the thread that it comes on.
+
+    Token and room are looked at before a message is received. ``options.num_threads`` inferences
+    are computed at once; calls that wait for them, or for their message, have threads of their own.
+    """
 
     def __init__(
         self,
@@ -60,6 +66,8 @@ class GrpcService:
         self._metrics = metrics
         self._admission = admission
         self._options = options
+        self._inferring = threading.BoundedSemaphore(options.num_threads)
+        self.receiving = ReceivingCalls(options.timeouts.receive_seconds)
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a gRPC server calls."""
@@ -102,7 +110,8 @@ class GrpcService:
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                name: grpc.unary_unary_rpc_method_handler(
+                # The same to clients, and the message is received when it is asked for.
+                name: grpc.stream_unary_rpc_method_handler(
                     functools.partial(self._answered, name, answer)
                 )
                 for name, answer in calls.items()
@@ -113,13 +122,14 @@ class GrpcService:
         self,
         name: str,
         answer: Callable[[Any], bytes | tuple[bytes, Inferred]],
-        data: bytes,
+        messages: Iterator[bytes],
         context: grpc.ServicerContext,
     ) -> bytes:
-        """What every call goes through: its token, its errors and the access log."""
+        """What every call goes through: its token, its message, its errors and the access log."""
         began = time.perf_counter()
         is_health = name in ("ServerLive", "ServerReady")
         entered, num_bytes = False, 0
+        data = b""
         inferred = error = None
         response = b""
         code = grpc.StatusCode.OK
@@ -129,10 +139,14 @@ class GrpcService:
                 self._admission.enter()
                 entered = True
                 self._metrics.in_progress("grpc", 1)
+            data = self._received(messages, context)
+            if entered:
                 self._admission.take(len(data))
                 num_bytes = len(data)
             answered = answer(_read(f"{name}Request", data))
             response, inferred = answered if isinstance(answered, tuple) else (answered, None)
+        except grpc.RpcError:  # the client went, or its message came too late
+            code = grpc.StatusCode.CANCELLED
         except Exception as raised:  # noqa: BLE001 - whatever it is, it is answered and logged
             error = raised
             code, details = self._refusal(raised)
@@ -158,6 +172,12 @@ class GrpcService:
             )
         )
         return response
+
+    def _received(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        with self.receiving.bounded(context):
+            for message in messages:
+                return message
+        raise InvalidRequestError("the call must have a message, got none")
 
     def _check_token(self, context: grpc.ServicerContext) -> None:
         token = self._options.token
@@ -192,15 +212,19 @@ class GrpcService:
         return _written("ModelReadyResponse", {"ready": True})
 
     def _infer(self, request: Any) -> tuple[bytes, Inferred]:
-        return infer(
-            self._directory,
-            self._metrics,
-            request.model_name,
-            request.model_version or None,
-            arrived=time.perf_counter(),
-            read=lambda: grpc_requests.read_inference(request, self._options.limits),
-            write=functools.partial(grpc_requests.written_answer, request.id, request.model_name),
-        )
+        arrived = time.perf_counter()
+        with self._inferring:
+            return infer(
+                self._directory,
+                self._metrics,
+                request.model_name,
+                request.model_version or None,
+                arrived=arrived,
+                read=lambda: grpc_requests.read_inference(request, self._options.limits),
+                write=functools.partial(
+                    grpc_requests.written_answer, request.id, request.model_name
+                ),
+            )
 
     def _repository(
         self, change: Callable[[ModelDirectory, str, set[str]], None], request: Any

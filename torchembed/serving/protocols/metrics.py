@@ -233,5 +233,8 @@ def _add(families: dict[str, Metric], total: MetricTotal | HistogramTotal) -> No
         return
     if total.kind is MetricKind.COUNTER and not total.name.endswith("_total"):
         raise ValueError(f"a counter's name must end in _total, got {total.name}")
-    family = families.setdefault(total.name, Metric(total.name, total.help, total.kind.value))
+    name = total.name
+    if total.kind is MetricKind.COUNTER:  # to whose family's name the text adds _total
+        name = name.removesuffix("_total")
+    family = families.setdefault(name, Metric(name, total.help, total.kind.value))
     family.add_sample(total.name, dict(total.labels), total.value)

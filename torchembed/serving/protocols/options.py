@@ -49,7 +49,7 @@ class ClientTimeouts:
     idle_seconds: float = 75.0
     """Between requests of a connection, and before the first. One second at least over gRPC."""
     receive_seconds: float = 60.0
-    """From the first byte of a request over HTTP to its last."""
+    """From the first byte of a request to its last; over gRPC from the call to its message."""
     send_seconds: float = 60.0
     """For a client over HTTP to read on, once what it leaves unread fills the buffers."""
 
