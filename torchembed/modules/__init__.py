@@ -1,6 +1,7 @@
 """The ``nn.Module``s that people import."""
 
 from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig
+from torchembed.modules.convert import convert
 from torchembed.modules.dense.cross import Cross, LowRankCross
 from torchembed.modules.dense.interaction import DotInteraction
 from torchembed.modules.dense.mlp import MLP
@@ -23,6 +24,7 @@ __all__ = [
     "EmbeddingConfig",
     "LowRankCross",
     "ModelParameters",
+    "convert",
     "plan_embeddings",
     "shard_embeddings",
     "split_parameters",

@@ -19,7 +19,7 @@ from torchembed.core.stand_ins import (
 from torchembed.tables.group import TableGroup
 from torchembed.tables.new_groups import group_over, may_hold, new_group
 from torchembed.tables.storage import Disk, HostMemory, Storage
-from torchembed.tables.table import Table
+from torchembed.tables.table import Table, mark_parameter, table_of
 
 _forming = threading.RLock()
 
@@ -187,6 +187,11 @@ class TableSet:
             if group is None or not group.holds_parameters():
                 _check_movable(members)
                 group = None
+            else:
+                for table in members:
+                    # Another parameter over the same rows.
+                    if table_of(table.parameter) is None:
+                        mark_parameter(table)
             formed.append((members, group))
         self.groups = [group or _gathered_group(members) for members, group in formed]
         self._formed_for = self._parameters_now()
