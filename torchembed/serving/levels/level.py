@@ -11,12 +11,15 @@ from torch import Tensor
 
 from torchembed.serving.levels.level_rules import LevelRules, LoadedPart
 from torchembed.serving.levels.served_table import ServedTable
+from torchembed.serving.levels.stale_marks import StaleMarks
 from torchembed.stores import RowStore, RowStoreError, RowTable
 
 _log = logging.getLogger(__name__)
 
 FAULTS = (RowStoreError, OSError)
 """What a store raises where it cannot do what was asked, whatever that was."""
+_PATIENCE_SECONDS = 0.1
+"""For so long a call waits for a level that may be back."""
 _EMPTIED_ROWS = 1 << 16
 """Rows that are deleted at a time where a table is emptied."""
 
@@ -43,7 +46,9 @@ class Level:
     """A store whose faults are no one else's: after one it is left out for some time.
 
     What is written or deleted meanwhile it has missed. Before it is used again, the keys of all
-    that are deleted from it, so that it never answers what is no longer so.
+    that are deleted from it, so that it never answers what is no longer so. Whether it is back a
+    thread finds out: a store that answers late holds up the one call that finds it so, and no
+    later one.
 
     Args:
         name: in statistics and in the log.
@@ -53,6 +58,8 @@ class Level:
         back_off_seconds: for how long it is left out after a fault.
         max_missed_keys: the most keys that it remembers having missed. Beyond that number it is to
             be emptied of their tables.
+        marks: where it is kept that it has missed updates, for the next process, which then empties
+            it of their tables; None where its rows do not outlive this one.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Level:
         *,
         back_off_seconds: float,
         max_missed_keys: int,
+        marks: StaleMarks | None = None,
     ) -> None:
         self.name, self.rules = name, rules
         self._store, self._served = store, tables
@@ -79,6 +87,11 @@ class Level:
         self._lost_count: set[str] = set()
         """Tables of which it missed more keys than are remembered."""
         self._num_hits = self._num_promoted = self._num_faults = 0
+        self._marks, self._marked = marks, set[str]()
+        if marks is not None:
+            self._marked = marks.tables(table.name for table in tables)
+            self._lost_count = set(self._marked)
+            self._is_away = bool(self._marked)
 
     def read(self, table: str, keys: Tensor, lines: Tensor) -> Tensor | None:
         """As :meth:`RowTable.read`; None where the level is away."""
@@ -184,30 +197,35 @@ class Level:
 
     def _is_usable(self) -> bool:
         """True if the level may be called; where it was away long enough, once it has what it
-        missed."""
+        missed, which is waited for a moment."""
         with self._lock:
             if not self._is_away:
                 return True
             if self._is_returning or time.monotonic() < self._retry_at:
                 return False
             self._is_returning = True
+        returning = threading.Thread(target=self._try_return, name="returning level", daemon=True)
+        returning.start()
+        returning.join(_PATIENCE_SECONDS)
+        with self._lock:
+            return not self._is_away
+
+    def _try_return(self) -> None:
         try:
-            return self._return()
+            self._return()
         finally:
             with self._lock:
                 self._is_returning = False
 
-    def _return(self) -> bool:
-        """Delete all that was missed; True if that was done, and the level is used again."""
+    def _return(self) -> None:
+        """Delete all that was missed; where that is done the level is used again."""
         while True:
             with self._lock:
                 missed, whole = self._missed, self._lost_count
                 self._missed, self._lost_count = {}, set()
-                if self._has_answered and not missed and not whole:
-                    self._is_away = self._has_answered = False
-                    _log.warning("level %s is used again", self.name)
-                    return True
             try:
+                if self._ends_being_away(missed, whole):
+                    return
                 self._store.tables()
                 for name in whole:
                     self._empty(self._table(name))
@@ -219,9 +237,21 @@ class Level:
                         self._missed.setdefault(name, set()).update(keys)
                     self._lost_count |= whole
                 self._note_fault(error)
-                return False
+                return
             with self._lock:
                 self._has_answered = True
+
+    def _ends_being_away(self, missed: dict[str, set[int]], whole: set[str]) -> bool:
+        """True where nothing was missed since the last look, and the level is used from now on."""
+        with self._lock:
+            if not self._has_answered or missed or whole or self._missed or self._lost_count:
+                return False
+            if self._marks is not None and self._marked:
+                self._marks.remove(self._marked)
+                self._marked = set()
+            self._is_away = self._has_answered = False
+        _log.warning("level %s is used again", self.name)
+        return True
 
     def _empty(self, table: RowTable) -> None:
         for chunk in table.chunks(_EMPTIED_ROWS):
@@ -241,6 +271,9 @@ class Level:
             self._miss(table, keys)
 
     def _miss(self, table: str, keys: Tensor) -> None:
+        if self._marks is not None and table not in self._marked:
+            self._marks.add(table)
+            self._marked.add(table)
         self._missed.setdefault(table, set()).update(keys.tolist())
         if sum(map(len, self._missed.values())) > self._max_missed_keys:
             self._lost_count.update(self._missed)

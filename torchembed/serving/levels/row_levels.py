@@ -12,6 +12,7 @@ from torchembed.core import checks
 from torchembed.serving.levels.level import Level, LevelStatistics
 from torchembed.serving.levels.level_rules import LevelRules, LoadedPart
 from torchembed.serving.levels.served_table import ServedTable, distinct_tables, positions_of
+from torchembed.serving.levels.stale_marks import StaleMarks
 from torchembed.serving.levels.update_log import Fetch, UpdateLog
 from torchembed.stores import LineChunk, RowStore
 
@@ -53,6 +54,8 @@ class RowLevels:
         back_off_seconds: for how long a store is left out after a fault.
         max_missed_keys: the most keys of which a store that is away is known to have missed
             updates. Where there are more, their tables are emptied there as it comes back.
+        records: a store that outlives the process, as the lowest one may, in which it is kept what
+            others have missed; None where none of them outlives it.
 
     Raises:
         ValueError: for no stores or tables, tables of one name that differ, or names that do not
@@ -68,6 +71,7 @@ class RowLevels:
         rules: Sequence[LevelRules] | None = None,
         back_off_seconds: float = 1.0,
         max_missed_keys: int = 1 << 20,
+        records: RowStore | None = None,
     ) -> None:
         if not stores:
             raise ValueError("stores must hold at least one store, got none")
@@ -85,6 +89,10 @@ class RowLevels:
             raise ValueError(f"back_off_seconds must not be negative, got {back_off_seconds}")
         checks.check_not_negative("max_missed_keys", max_missed_keys)
         self.tables = distinct_tables(tables)
+        outlives = [
+            not rule.is_own and store is not stores[-1]
+            for store, rule in zip(stores, rules, strict=True)
+        ]
         self._levels = [
             Level(
                 name,
@@ -93,8 +101,9 @@ class RowLevels:
                 rule,
                 back_off_seconds=back_off_seconds,
                 max_missed_keys=max_missed_keys,
+                marks=StaleMarks(records, name) if keeps and records is not None else None,
             )
-            for name, store, rule in zip(names, stores, rules, strict=True)
+            for name, store, rule, keeps in zip(names, stores, rules, outlives, strict=True)
         ]
         self._log = UpdateLog()
         self._writer = threading.RLock()

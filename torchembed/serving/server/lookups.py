@@ -63,7 +63,13 @@ def _lookups(config: ModelConfig, stack: StoreStack) -> LookupFactory:
         )
         levels = None
         if caching.kind is not CacheKind.STATIC:
-            levels = RowLevels(stack.stores, served, names=stack.names, rules=stack.rules)
+            levels = RowLevels(
+                stack.stores,
+                served,
+                names=stack.names,
+                rules=stack.rules,
+                records=stack.records,
+            )
         return LeveledLookup(cache, levels, hit_rate_threshold=config.hit_rate_threshold)
 
     return make
