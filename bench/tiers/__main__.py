@@ -180,7 +180,7 @@ class Bench:
         config, size = self._config, setting.batch_size
         ids = [setting.ids] * config.num_checked + ["uniform"] * config.num_fill
         ids += [setting.ids] * (config.num_warm_up + config.num_repeats * config.steps)
-        if config.profiles is not None:  # batches that come again would find their rows in the cache
+        if config.profiles is not None:  # those that come again would find their rows cached
             ids += [setting.ids] * (3 * _PROFILED_STEPS)
         with concurrent.futures.ThreadPoolExecutor() as threads:
             sizes, rows = itertools.repeat(size), itertools.repeat(config.max_rows)
