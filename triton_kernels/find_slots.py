@@ -43,6 +43,35 @@ def _place_in_bucket(
     return tl.max(tl.where(holds, place[None, :], -1), axis=1)
 
 
+@triton.jit
+def slots_of_keys(
+    key,
+    wanted,
+    first_slot,
+    num_blocks,
+    num_buckets,
+    num_slots,
+    digests_ptr,
+    slot_keys_ptr,
+    BUCKET: tl.constexpr,
+):
+    """The slot that holds each ``wanted`` key of a table of this geometry, int64; -1 for none."""
+    hashed = hash_of_key(key)
+    digest = digest_of_hash(hashed)
+    first, second = buckets_of_hash(hashed, first_slot, num_blocks, num_buckets, num_slots)
+    place = _place_in_bucket(
+        key, digest, first, num_slots, wanted, digests_ptr, slot_keys_ptr, BUCKET
+    )
+    slot = tl.where(place >= 0, first + place, -1)
+    missing = wanted & (place < 0) & (second != first)
+    if tl.max(missing.to(tl.int32)) == 1:
+        place = _place_in_bucket(
+            key, digest, second, num_slots, missing, digests_ptr, slot_keys_ptr, BUCKET
+        )
+        slot = tl.where(place >= 0, second + place, slot)
+    return slot
+
+
 @triton.jit(do_not_specialize=["num_ids"])
 def _find_slots_kernel(
     keys_ptr,
@@ -71,19 +100,17 @@ def _find_slots_kernel(
     num_buckets = tl.load(shape_ptr + 2, mask=wanted, other=0)
     num_slots = tl.load(shape_ptr + 3, mask=wanted, other=0)
 
-    hashed = hash_of_key(key)
-    digest = digest_of_hash(hashed)
-    first, second = buckets_of_hash(hashed, first_slot, num_blocks, num_buckets, num_slots)
-    place = _place_in_bucket(
-        key, digest, first, num_slots, wanted, digests_ptr, slot_keys_ptr, BUCKET
+    slot = slots_of_keys(
+        key,
+        wanted,
+        first_slot,
+        num_blocks,
+        num_buckets,
+        num_slots,
+        digests_ptr,
+        slot_keys_ptr,
+        BUCKET,
     )
-    slot = tl.where(place >= 0, first + place, -1)
-    missing = wanted & (place < 0) & (second != first)
-    if tl.max(missing.to(tl.int32)) == 1:
-        place = _place_in_bucket(
-            key, digest, second, num_slots, missing, digests_ptr, slot_keys_ptr, BUCKET
-        )
-        slot = tl.where(place >= 0, second + place, slot)
     tl.store(slots_ptr + position, slot, mask=inside)
 
 

@@ -15,6 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.support import lanes
+from torchembed.core.cached_lookups import CachedLookup, line_bytes
 from torchembed.core.hash_tables import KeyErasure, KeyInsertion, SlotTouch
 from torchembed.core.row_caches import PlaceExchange, RowMove, SlotClaim
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
@@ -24,6 +25,7 @@ from torchembed.ops.push import RectangleCopies, RectangleCopy
 from torchembed.ops.row_cache import empty_row_cache
 from torchembed.triton_kernels import (
     binary_cross_entropy,
+    cached_lookup,
     claim_slots,
     column_sums,
     cross,
@@ -272,6 +274,32 @@ def launch_hash_tables(policy: Policy, options: bool) -> None:
     )
 
 
+def launch_cached_lookup(dtype: torch.dtype, dim: int, options: bool) -> None:
+    shape = TableShape(1, 2, 128, 1)
+    tables = empty_hash_tables([shape], Policy.LRU)
+    lines = torch.zeros(shape.num_rows, line_bytes(dtype, dim), dtype=torch.uint8)
+    copies = torch.zeros(shape.num_rows, dtype=torch.int32)
+    cached_lookup.launch_cached_lookup(
+        CachedLookup(
+            ids(),
+            ids(torch.int32),
+            tables.digests,
+            tables.keys,
+            tables.geometry,
+            lines,
+            dtype,
+            dim,
+            options,
+            lines if options else None,
+            copies if options else None,
+            tables.touched if options else None,
+            ids(count=1) if options else None,
+            tables.counters if options else None,
+            ids(count=1),
+        )
+    )
+
+
 def launch_initialize_rows(dim: int, dtype: torch.dtype, options: bool) -> None:
     states = (torch.zeros(NUM_ROWS, dim), torch.zeros(NUM_ROWS)) if options else (None, None)
     initialize_rows.launch_initialize_rows(
@@ -331,6 +359,10 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "adam": lambda: launch_update(OptimizerKind.ADAM, 100, torch.float16, True),
     "initialize rows": lambda: launch_initialize_rows(128, torch.float32, True),
     "initialize long rows": lambda: launch_initialize_rows(3000, torch.bfloat16, False),
+    "cached lookups of float32": lambda: launch_cached_lookup(torch.float32, 128, True),
+    "cached lookups of float8": lambda: launch_cached_lookup(torch.float8_e4m3fn, 130, True),
+    "cached lookups of int8": lambda: launch_cached_lookup(torch.int8, 64, True),
+    "cached lookups without rows": lambda: launch_cached_lookup(torch.bfloat16, 64, False),
     "hash tables by last use": lambda: launch_hash_tables(Policy.LRU, True),
     "hash tables by frequency": lambda: launch_hash_tables(Policy.LFU, False),
     "hash tables by epoch and frequency": lambda: launch_hash_tables(Policy.EPOCH_LFU, True),

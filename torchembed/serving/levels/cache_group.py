@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.types import Pooling
+from torchembed.ops.cached_lookup import FoundLines, LineUse, cached_lookup
 from torchembed.ops.hash_table import (
     HashTables,
     Policy,
@@ -17,22 +18,11 @@ from torchembed.ops.hash_table import (
     insert_keys,
     slot_ranges,
     table_shape,
-    touch_slots,
 )
 from torchembed.ops.pooled_lookup import pooled_lookup
-from torchembed.ops.sequence_lookup import sequence_lookup
 from torchembed.serving.levels.line_memory import DeviceLines, HostLines
+from torchembed.serving.levels.lookup_progress import LookupProgress
 from torchembed.serving.levels.served_table import ServedTable
-
-
-class FoundSlots(NamedTuple):
-    """Where the rows of some ids are."""
-
-    slots: Tensor
-    """int64 ``[L]``: the slot of each id, that of its table's default row where it has none, and -1
-    where there is no id."""
-    is_missing: Tensor
-    """bool ``[L]``: True for ids without a row here."""
 
 
 class LoadedCounts(NamedTuple):
@@ -53,6 +43,11 @@ class Bags(NamedTuple):
     num_features: int
     per_id_weights: Tensor | None
     pooling: Pooling
+
+    def has_one_id(self) -> bool:
+        """Whether each bag has exactly one id, which counts as it is."""
+        is_one = self.hotness is not None and set(self.hotness) == {1}
+        return is_one and self.per_id_weights is None
 
     def to(self, device: torch.device) -> "Bags":
         """The same bags on ``device``."""
@@ -101,12 +96,10 @@ class CacheGroup:
             self.memory = DeviceLines(num_slots, line_bytes, device)
         else:
             self.memory = HostLines(num_slots, line_bytes, num_device_rows, device)
-        default_slots = [slots.end - 1 for slots in self.ranges]
-        # One more, of table -1, which index -1 reads.
-        self._default_slots = torch.tensor([*default_slots, -1], device=device)
+        default_slots = torch.tensor([slots.end - 1 for slots in self.ranges], device=device)
         defaults = torch.tensor([table.default for table in tables], device=device)
         default_rows = defaults[:, None].expand(-1, self.dim)
-        self.memory.write(self._default_slots[:-1], self.row_format.encode(default_rows))
+        self.memory.write(default_slots, self.row_format.encode(default_rows))
         self.table_of_slot = torch.cat(
             [
                 torch.full((slots.num_slots,), table, dtype=torch.int32, device=device)
@@ -117,40 +110,46 @@ class CacheGroup:
         self.epoch = torch.zeros(1, dtype=torch.int64, device=device)
         """The number of the last lookup or insertion, by which rows are the longest unused."""
 
+        self._use = LineUse(self.epoch)
+        self._progress = LookupProgress(device)
         self._next_slot = 0
 
-    def find(self, keys: Tensor, tables: Tensor, *, is_use: bool = True) -> FoundSlots:
+    def find(
+        self, keys: Tensor, tables: Tensor, *, is_use: bool = True, reads: bool = False
+    ) -> FoundLines:
         """Find the rows of ``keys``, int64 ``[L]``, of ``tables``, int32 ``[L]``: -1 where there is
-        no id. Where it ``is_use`` they are recent from then on, and counted as hits and misses."""
-        slots = find_slots(self.hash_tables, keys, tables)
-        if is_use:
-            self.epoch.add_(1)
-            touch_slots(self.hash_tables, slots, tables, policy=Policy.LRU, epoch=self.epoch)
-        is_missing = (slots < 0) & (tables >= 0)
-        slots = torch.where(slots < 0, self._default_slots[tables.long()], slots)
-        return FoundSlots(slots, is_missing)
-
-    def read(self, slots: Tensor) -> Tensor:
-        """The rows in ``slots``, int64 ``[L]``: float32 ``[L, dim]``; zeros for -1."""
-        weight = self._weight()
-        if weight is not None:
-            return sequence_lookup(weight, slots, output_dtype=torch.float32)
-        rows = self.row_format.decode(self.memory.read(slots), self.dim)
-        return rows.masked_fill((slots < 0)[:, None], 0.0)
-
-    def pool(self, slots: Tensor, bags: Bags) -> Tensor:
-        """Pool the rows in ``slots``, as :func:`pooled_lookup`: float32
-        ``[B, F, dim]``. Rows with a scale, and those in memory of the host, are read first."""
-        weight, rows = self._weight(), slots
-        if weight is None:
-            weight = self.read(slots)
-            rows = torch.arange(slots.numel(), device=slots.device)
-        return pooled_lookup(
-            weight,
-            rows,
-            **bags._asdict(),
-            output_dtype=torch.float32,
+        no id; read them where ``reads``, as float32. Where it ``is_use`` they are recent from then
+        on, and counted as hits and misses. One launch of a GPU."""
+        return cached_lookup(
+            self.hash_tables,
+            keys,
+            tables,
+            self.memory.lines,
+            line_dtype=self.row_format.dtype,
+            dim=self.dim,
+            progress=self._progress.take(),
+            reads=reads,
+            copies=self.memory.line_copies,
+            use=self._use if is_use else None,
         )
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the rows are a matrix on the device, which can be pooled as it is."""
+        return not self.row_format.has_scale and isinstance(self.memory, DeviceLines)
+
+    def pool(self, found: FoundLines, bags: Bags) -> Tensor:
+        """Pool rows that :meth:`find` found, as :func:`pooled_lookup`: float32 ``[B, F, dim]``.
+        Unless the rows are a matrix, it must have read them."""
+        has_rows = len(found.rows) == len(found.slots)
+        if has_rows and bags.has_one_id():
+            return found.rows.view(bags.num_features, bags.batch_size, self.dim).transpose(0, 1)
+        if self.is_matrix:
+            weight, rows = self.memory.lines.view(self.row_format.dtype), found.slots
+        else:
+            assert has_rows
+            weight, rows = found.rows, torch.arange(len(found.slots), device=found.slots.device)
+        return pooled_lookup(weight, rows, **bags._asdict(), output_dtype=torch.float32)
 
     def insert(self, keys: Tensor, tables: Tensor, lines: Tensor) -> None:
         """Write ``lines``, uint8 ``[n, line_bytes]``, under ``keys``, in the place of the longest
@@ -223,9 +222,3 @@ class CacheGroup:
             tables = self.table_of_slot[part][is_held].cpu()
             found += [(table, keys[tables == table]) for table in tables.unique().tolist()]
         return found
-
-    def _weight(self) -> Tensor | None:
-        """The rows as a matrix; None where they are not one on the device."""
-        if self.row_format.has_scale or isinstance(self.memory, HostLines):
-            return None
-        return self.memory.lines.view(self.row_format.dtype)

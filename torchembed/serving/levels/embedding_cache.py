@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.key_partitions import partition_of
+from torchembed.ops.cached_lookup import FoundLines
 from torchembed.ops.hash_table import Counter
 from torchembed.serving.levels.cache_access import CacheAccess
 from torchembed.serving.levels.cache_group import Bags, CacheGroup
@@ -35,8 +36,8 @@ CACHED_KEY_BYTES = 21
 class FoundRows(NamedTuple):
     """Where the rows of some ids are, in each group and on each device of the cache."""
 
-    slots: tuple[tuple[Tensor, ...], ...]
-    """For each group and device int64 ``[L]``, see :class:`CacheGroup`; -1 for ids of others."""
+    parts: tuple[tuple[FoundLines, ...], ...]
+    """For each group and device; those of other groups and devices are as no ids there."""
     is_missing: Tensor
     """bool ``[L]``: True for ids that are not cached."""
     num_missing: Tensor
@@ -161,53 +162,64 @@ class EmbeddingCache:
         """The group of a table, on the first device: its dim and format are those of all."""
         return self._groups[self.group_of[table]][0]
 
-    def find(self, keys: Tensor, tables: Tensor, *, is_use: bool = True) -> FoundRows:
-        """Find the rows of ids.
+    def find(
+        self, keys: Tensor, tables: Tensor, *, is_use: bool = True, reads: bool = False
+    ) -> FoundRows:
+        """Find the rows of ids: one launch for each group and device.
 
         Args:
             keys: int64 ``[L]``.
             tables: int32 ``[L]``: places among :attr:`tables`, -1 where there is no id.
             is_use: whether the rows are recent from then on, and counted.
+            reads: whether they are read, too, as :meth:`read` needs it.
         """
+        if len(self._groups) == len(self.devices) == 1:
+            (shard,) = self._groups[0]
+            only = shard.find(keys, tables, is_use=is_use, reads=reads)
+            return FoundRows(((only,),), only.is_missing, only.num_missing)
         owners = partition_of(keys, len(self.devices)) if len(self.devices) > 1 else None
-        all_slots: list[tuple[Tensor, ...]] = []
+        all_parts: list[tuple[FoundLines, ...]] = []
         is_missing = torch.zeros(keys.shape, dtype=torch.bool, device=self.device)
         for local, shards in zip(self._local_tables, self._groups, strict=True):
             local_tables = tables if len(self._groups) == 1 else local[tables.long()]
-            slots: list[Tensor] = []
+            parts: list[FoundLines] = []
             for number, shard in enumerate(shards):
                 of_shard = local_tables
                 if owners is not None:
                     of_shard = torch.where(owners == number, local_tables, -1)
-                found = shard.find(keys.to(shard.device), of_shard.to(shard.device), is_use=is_use)
+                there = keys.to(shard.device), of_shard.to(shard.device)
+                found = shard.find(*there, is_use=is_use, reads=reads)
                 is_missing |= found.is_missing.to(self.device)
-                slots.append(found.slots)
-            all_slots.append(tuple(slots))
-        return FoundRows(tuple(all_slots), is_missing, is_missing.sum(0, keepdim=True))
+                parts.append(found)
+            all_parts.append(tuple(parts))
+        return FoundRows(tuple(all_parts), is_missing, is_missing.sum(0, keepdim=True))
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether rows can be pooled without being read first."""
+        return all(shard.is_matrix for shards in self._groups for shard in shards)
 
     def look_up(self, keys: Tensor, tables: Tensor) -> CachedRows:
         """Look up the rows of ids that are cached, without any level below: a pure function of
         tensors of static shapes, which waits for nothing and may be captured in a CUDA graph.
-        Whoever replays that is inside :attr:`access` as if it called this.
+        Whoever replays that is inside :attr:`access` as if it called this. Of tables of one dim and
+        format on one GPU it is one launch.
 
         Args:
             keys: int64 ``[L]`` on :attr:`device`.
             tables: int32 ``[L]`` likewise: places among :attr:`tables`, -1 where there is no id.
         """
-        found = self.find(keys, tables)
+        found = self.find(keys, tables, reads=True)
         groups = [self.read(found, group) for group in range(len(self.members))]
-        dim = max(rows.shape[1] for rows in groups)
-        rows = _sum([torch.nn.functional.pad(rows, (0, dim - rows.shape[1])) for rows in groups])
-        return CachedRows(rows, found.is_missing, found.num_missing, found)
+        if len(groups) > 1:
+            dim = max(rows.shape[1] for rows in groups)
+            groups = [torch.nn.functional.pad(rows, (0, dim - rows.shape[1])) for rows in groups]
+        return CachedRows(_sum(groups), found.is_missing, found.num_missing, found)
 
     def read(self, found: FoundRows, group: int) -> Tensor:
-        """The rows of the ids of a group's tables, default rows where they are missing: float32
-        ``[L, dim]``, zeros for all other ids."""
-        parts = [
-            shard.read(slots).to(self.device)
-            for shard, slots in zip(self._groups[group], found.slots[group], strict=True)
-        ]
-        return _sum(parts)
+        """The rows of the ids of a group's tables, which ``found`` has read, default rows where
+        they are missing: float32 ``[L, dim]``, zeros for all other ids."""
+        return _sum([part.rows.to(self.device) for part in found.parts[group]])
 
     def pool(
         self,
@@ -215,11 +227,12 @@ class EmbeddingCache:
         group: int,
         bags: Bags,
     ) -> Tensor:
-        """Pool the rows of the ids of a group's tables, straight from the cache: float32
-        ``[B, F, dim]``, in which other ids count as zeros."""
+        """Pool the rows of the ids of a group's tables, straight from the cache where it
+        :attr:`is_matrix`, else as ``found`` has read them: float32 ``[B, F, dim]``, in which other
+        ids count as zeros."""
         parts = [
-            shard.pool(slots, bags.to(shard.device)).to(self.device)
-            for shard, slots in zip(self._groups[group], found.slots[group], strict=True)
+            shard.pool(part, bags.to(shard.device)).to(self.device)
+            for shard, part in zip(self._groups[group], found.parts[group], strict=True)
         ]
         return _sum(parts)
 
@@ -260,10 +273,10 @@ class EmbeddingCache:
     def keep(self, found: FoundRows) -> None:
         """Have the rows of ``found`` on the devices, for ``CacheKind.UVM``: those that come most
         often, in place of others that were not used lately. Waits for the devices."""
-        for shards, slots in zip(self._groups, found.slots, strict=True):
-            for shard, of_shard in zip(shards, slots, strict=True):
+        for shards, parts in zip(self._groups, found.parts, strict=True):
+            for shard, part in zip(shards, parts, strict=True):
                 assert isinstance(shard.memory, HostLines)
-                shard.memory.keep(of_shard)
+                shard.memory.keep(part.slots)
 
     def update(self, table: int, keys: Tensor, lines: Tensor) -> None:
         """Write the rows of those of ``keys`` that are cached; arguments as :meth:`insert`."""

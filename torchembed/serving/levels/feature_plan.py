@@ -48,6 +48,7 @@ class FeaturePlan:
             raise ValueError(f"features must have the keys {lacking}, got {list(keys)}")
         if len(set(names)) != len(names):
             raise ValueError(f"served features must have different names, got {names}")
+        self._is_matrix = cache.is_matrix
         tables = positions_of([feature.table for feature in served], cache.tables)
         places = [list(keys).index(name) for name in names]
         of_features = [-1] * (len(keys) + 1)
@@ -61,6 +62,17 @@ class FeaturePlan:
         ]
         self._numbers = torch.tensor(of_features, dtype=torch.int32, device=cache.device)
         self._of_forms: KeptTensors[object, Tensor] = KeptTensors(_NUM_FORMS)
+
+    def reads(self, features: SparseFeatures) -> bool:
+        """Whether a lookup of ``features`` is to read each id's row: where some vectors are rows as
+        they are, and where the cache cannot be pooled straight."""
+        one_id = features.hotness is not None and set(features.hotness) == {1}
+        is_as_it_is = one_id and features.weights is None
+        return (
+            is_as_it_is
+            or not self._is_matrix
+            or any(planned.pooling is None for planned in self.poolings)
+        )
 
     def tables_of(self, features: SparseFeatures) -> Tensor:
         """The table of each id, int32 ``[L]``: its place in the cache, -1 for ids of features that
@@ -81,6 +93,10 @@ def num_of_samples(features: SparseFeatures, is_counted: Tensor) -> Tensor:
         features: B samples.
         is_counted: bool ``[L]``, for each id.
     """
+    if features.hotness is not None and len(set(features.hotness)) == 1:
+        # Of one dtype throughout, so that it is one launch.
+        by_sample = is_counted.view(len(features.keys), features.batch_size, features.hotness[0])
+        return by_sample.sum((0, 2), dtype=torch.int32)
     offsets = with_offsets(features).offsets
     assert offsets is not None
     before = torch.nn.functional.pad(is_counted.cumsum(0), (1, 0))

@@ -168,7 +168,7 @@ class LeveledLookup:
             plan = self._plans[order] = FeaturePlan(self.cache, features.keys, served)
         keys, places = features.values.long(), plan.tables_of(features)
         with self._totals.timed(Stage.CACHE), self.cache.access.reading():
-            found = self.cache.find(keys, places)
+            found = self.cache.find(keys, places, reads=plan.reads(features))
             vectors = pool_cached(features, plan, self.cache, found)
         fetched, is_default = self._settle(keys, places, found), found.is_missing
         if fetched:
@@ -367,7 +367,7 @@ class LeveledLookup:
             for part in left:
                 is_fetched[part.positions] = True
             with cache.access.reading():
-                found = cache.find(keys, tables, is_use=False)
+                found = cache.find(keys, tables, is_use=False, reads=True)
                 rows = {
                     planned.group: cache.read(found, planned.group) for planned in plan.poolings
                 }

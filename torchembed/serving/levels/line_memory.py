@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from torchembed.ops.cached_lookup import LineCopies
 from torchembed.ops.row_cache import (
     RowMoves,
     claim_slots,
@@ -25,6 +26,8 @@ class DeviceLines:
     def __init__(self, num_lines: int, line_bytes: int, device: torch.device) -> None:
         self.lines = torch.zeros(num_lines + 1, line_bytes, dtype=torch.uint8, device=device)
         """uint8 ``[num_lines + 1, line_bytes]``."""
+        self.line_copies: LineCopies | None = None
+        """No line has a copy elsewhere."""
         self._trash = num_lines
 
     def read(self, slots: Tensor) -> Tensor:
@@ -60,15 +63,12 @@ class HostLines:
         # Rows are moved as numbers, whose bits they keep.
         self._dtype = torch.float16 if line_bytes % 4 else torch.float32
         self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
-
-    @property
-    def copy_of_line(self) -> Tensor:
-        """int32 ``[num_lines]``: the place of each line's copy, -1 for those without."""
-        return self._cache.slot_of_row
+        self.line_copies: LineCopies | None = LineCopies(self.copies, self._cache.slot_of_row)
+        """Which lines have a copy on the device."""
 
     def read(self, slots: Tensor) -> Tensor:
         """As :meth:`DeviceLines.read`."""
-        copies = find_cached(self.copy_of_line, slots)
+        copies = find_cached(self._cache.slot_of_row, slots)
         numbers = read_rows(
             self.copies.view(self._dtype), self.lines.view(self._dtype), copies, slots
         )
@@ -87,7 +87,7 @@ class HostLines:
         )
         # By the device, so that lookups enqueued before read what was there.
         move_rows(moves, [lines.contiguous().view(self._dtype)], [self.lines.view(self._dtype)])
-        copies = find_cached(self.copy_of_line, slots, no_slot=self._num_copies)
+        copies = find_cached(self._cache.slot_of_row, slots, no_slot=self._num_copies)
         self.copies[copies] = lines
 
     def keep(self, slots: Tensor) -> None:
