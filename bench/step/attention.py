@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import torchembed
 from bench.report.result_file import Row, write_results
-from torchembed.core.padded_dense import PaddedLayout
 from torchembed.models import Histories, Impressions, SASRec, sasrec
+from torchembed.ops.padded_layout import PaddedLayout
 from torchembed.training import StepResult, TrainPipeline
 
 LEAST_SPEEDUP, MOST_MEMORY = 3.0, 0.3
@@ -93,10 +93,11 @@ class Ranker(nn.Module):
 
 
 def eager_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PaddedLayout, *, dropout: float = 0.0
+    query: Tensor, key_value: Tensor, layout: PaddedLayout, *, dropout: float = 0.0
 ) -> Tensor:
     """``causal_attention`` written out: all scores are in memory, and softmax is in float32."""
-    query, key, value = (layout.pad(x).transpose(1, 2) for x in (query, key, value))
+    query = layout.pad(query).transpose(1, 2)
+    key, value = layout.pad(key_value).transpose(1, 3).unbind(2)
     length = query.shape[2]
     scores = query @ key.mT / math.sqrt(query.shape[3])
     is_later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)

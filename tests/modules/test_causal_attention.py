@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.support.tolerance import assert_as_near, relative_error
 from tests.support.values import normal
-from torchembed.core.padded_dense import PaddedLayout
 from torchembed.modules.dense.causal_attention import causal_attention
+from torchembed.ops.padded_layout import PaddedLayout
 
 LENGTHS = ([3, 0, 5, 1], [0, 0], [5], [1, 3, 1], [7, 2])
 """None, one, the most, and more than the most rows, of which the last are left out."""
@@ -41,7 +41,8 @@ def test_follows_the_formula(lengths: list[int], spare: int, device: torch.devic
     given = [normal(num_rows, 2, 6, seed=seed, device=device) for seed in range(3)]
     upstream = normal(num_rows, 2, 6, seed=9, device=device)
     leaves = [part.clone().requires_grad_() for part in given]
-    actual = causal_attention(*leaves, layout)
+    query, key, value = leaves
+    actual = causal_attention(query, torch.stack([key, value], 1), layout)
     results = [actual, *torch.autograd.grad(actual, leaves, upstream)]
 
     def expected(dtype: torch.dtype) -> list[Tensor]:
@@ -64,9 +65,10 @@ def test_dropout_keeps_the_mean(device: torch.device) -> None:
     layout = PaddedLayout.of(offsets, 4, 4)
     ones = torch.ones(4, 1, 2, device=device)
     zeros = torch.zeros_like(ones)
+    key_value = torch.stack([zeros, ones], 1)
     torch.manual_seed(0)
     found = torch.stack(
-        [causal_attention(zeros, zeros, ones, layout, dropout=0.5)[:, 0, 0] for _ in range(64)]
+        [causal_attention(zeros, key_value, layout, dropout=0.5)[:, 0, 0] for _ in range(64)]
     )
     shares = found * torch.arange(1, 5, device=device) / 2
     assert torch.equal(shares, shares.round())
@@ -78,9 +80,11 @@ def test_dropout_keeps_the_mean(device: torch.device) -> None:
 def test_is_flash_attention_in_16_bits(head_dim: int, device: torch.device) -> None:
     offsets = torch.tensor([0, 3, 3, 8], device=device)
     layout = PaddedLayout.of(offsets, LONGEST, 8)
-    shape = (8, 2, head_dim)
-    given = [normal(*shape, seed=n, dtype=torch.bfloat16, device=device) for n in range(3)]
-    leaves = [part.requires_grad_() for part in given]
+    shapes = (8, 2, head_dim), (8, 2, 2, head_dim)
+    leaves = [
+        normal(*shape, seed=0, dtype=torch.bfloat16, device=device).requires_grad_()
+        for shape in shapes
+    ]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # which raises where it cannot
         found = causal_attention(*leaves, layout, dropout=0.1)
     found.sum().backward()

@@ -20,7 +20,14 @@ from tests.zoo.sizes import tiny
 from tests.zoo.zoo import ENTRIES, FAMILIES
 
 NUM_RANKS = 2
-MODELS = ("pooled", "sequences", "jagged sequences", "tasks", "layers")
+MODELS = (
+    "pooled",
+    "sequences",
+    "jagged sequences",
+    "torchembed's sequences",
+    "tasks",
+    "layers",
+)
 """Families whose entries differ little in what ranks do: one in four is trained here, and all of
 them by ``torchrun -m bench.models``."""
 STRIDES = {**dict.fromkeys(MODELS, 4), DYNAMIC.name: 8}

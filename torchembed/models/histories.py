@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchembed.core.padded_dense import PaddedLayout
+from torchembed.ops.padded_layout import PaddedLayout
 
 
 class Histories(NamedTuple):

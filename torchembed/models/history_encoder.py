@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.padded_dense import PaddedLayout
 from torchembed.models.histories import Histories
+from torchembed.ops.padded_layout import PaddedLayout
 
 
 class HistoryEncoder(nn.Module):

@@ -4,9 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchembed.core.padded_dense import PaddedLayout
+from torchembed.core.padded_dense import padded_dense
 from torchembed.models.histories import Histories
 from torchembed.models.history_encoder import HistoryEncoder
+from torchembed.ops.padded_layout import PaddedLayout
 
 _LOG_SECONDS_OF_A_BUCKET = 0.301
 _EPS = 1e-6
@@ -81,7 +82,10 @@ class HSTU(HistoryEncoder):
         dimension, to the request after each."""
         if histories.times is None or histories.next_times is None:
             return None
-        times, next_times = layout.pad(histories.times), layout.pad(histories.next_times)
+        times, next_times = (
+            padded_dense(of, histories.offsets, self.max_length, 0)
+            for of in (histories.times, histories.next_times)
+        )
         seconds = (next_times.unsqueeze(2) - times.unsqueeze(1)).abs().clamp_min(1)
         buckets = (seconds.float().log() / _LOG_SECONDS_OF_A_BUCKET).long()
         return buckets.clamp_max(self._num_time_buckets - 1)
@@ -116,10 +120,10 @@ class _Block(nn.Module):
     ) -> Tensor:
         dim = x.shape[1:]
         projected = F.silu(self.projections(F.layer_norm(x, dim, eps=_EPS)))
-        gate, *parts = projected.unflatten(1, (4, -1)).unbind(1)
-        value, query, key = (
-            layout.pad(part.unflatten(1, (self._num_heads, -1))).transpose(1, 2) for part in parts
-        )
+        gate, parts = projected.split([dim[0], 3 * dim[0]], dim=1)
+        # The heads come before the three parts, of which each is [B, H, max_length, D / H].
+        padded = layout.pad(parts.unflatten(1, (3, self._num_heads, -1))).permute(0, 3, 2, 1, 4)
+        value, query, key = padded.unbind(2)
         scores = query @ key.mT + self._distance_biases()
         if buckets is not None:
             of_times = self.time_bias.index_select(0, buckets.flatten())

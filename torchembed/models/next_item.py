@@ -42,13 +42,10 @@ class NextItem(nn.Module):
         drawn = torch.randint(
             self.num_items, (len(positives), self.num_negatives), device=positives.device
         )
-        # One lookup of the table for both.
-        ids = torch.cat([positives.unsqueeze(1), drawn], dim=1)
-        vectors = self.encoder.items(ids)
         losses = sampled_softmax(
             queries,
-            vectors[:, 0],
-            vectors[:, 1:],
+            self.encoder.items(positives),
+            self.encoder.items(drawn),
             drawn == positives.unsqueeze(1),
             temperature=self.temperature,
         )

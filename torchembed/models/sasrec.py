@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.padded_dense import PaddedLayout
 from torchembed.models.histories import Histories
 from torchembed.models.history_encoder import HistoryEncoder
 from torchembed.modules.dense.causal_attention import causal_attention
+from torchembed.ops.padded_layout import PaddedLayout
 
 
 class SASRec(HistoryEncoder):
@@ -106,8 +106,8 @@ class _Block(nn.Module):
         normed = self.norm(x)
         heads = self._num_heads
         query = self.query(normed).unflatten(1, (heads, -1))
-        key, value = self.key_value(x).unflatten(1, (2, heads, -1)).unbind(1)
+        key_value = self.key_value(x).unflatten(1, (2, heads, -1))
         dropout = self._dropout if self.training else 0.0
-        attended = causal_attention(query, key, value, layout, dropout=dropout)
+        attended = causal_attention(query, key_value, layout, dropout=dropout)
         x = self.norm(normed + self.out(attended.flatten(1)))
         return x + self.feed_forward(x)

@@ -9,14 +9,14 @@ pytest.importorskip("tyro", reason="the bench needs tyro")
 from bench.step.attention import Config, compared, eager_attention, line
 from tests.support.tolerance import assert_as_near
 from tests.support.values import normal
-from torchembed.core.padded_dense import PaddedLayout
 from torchembed.modules.dense.causal_attention import causal_attention
+from torchembed.ops.padded_layout import PaddedLayout
 
 
 def test_the_written_out_attention_is_the_same() -> None:
     offsets = torch.tensor([0, 3, 3, 8])
     layout = PaddedLayout.of(offsets, 5, 9)
-    low = [normal(9, 2, 4, seed=seed) for seed in range(3)]
+    low = normal(9, 2, 4, seed=0), normal(9, 2, 2, 4, seed=1)
     exact = eager_attention(*(part.double() for part in low), layout)
     # Its softmax is in float32 in any case.
     reference = causal_attention(*(part.double() for part in low), layout)

@@ -3,11 +3,11 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchembed.core.padded_dense import PaddedLayout
+from torchembed.ops.padded_layout import PaddedLayout
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PaddedLayout, *, dropout: float = 0.0
+    query: Tensor, key_value: Tensor, layout: PaddedLayout, *, dropout: float = 0.0
 ) -> Tensor:
     """Each row attends, by scaled dot products, to itself and the rows before it in its bag.
 
@@ -17,13 +17,16 @@ def causal_attention(
     each bag, where no row before them attends to them.
 
     Args:
-        query, key, value: ``[L, H, D]``, heads ``H`` of ``D`` columns.
+        query: ``[L, H, D]``, heads ``H`` of ``D`` columns.
+        key_value: ``[L, 2, H, D]``: keys and values, in one tensor, which is padded once.
         layout: the rows' places; what has no place gets zeros.
         dropout: probability with which a weight of attention is dropped.
 
     Returns:
         ``[L, H, D]``.
     """
-    query, key, value = (layout.pad(x).transpose(1, 2) for x in (query, key, value))
-    attended = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+    key, value = layout.pad(key_value).transpose(1, 3).unbind(2)
+    attended = F.scaled_dot_product_attention(
+        layout.pad(query).transpose(1, 2), key, value, dropout_p=dropout, is_causal=True
+    )
     return layout.pack(attended.transpose(1, 2))
