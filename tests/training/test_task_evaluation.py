@@ -1,5 +1,6 @@
 """Quality of several tasks: against scikit-learn's, over ranks, and in what a run keeps of it."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,11 @@ def batches(*sizes: int) -> list[Batch]:
 
 
 def evaluated(*sizes: int) -> dict[str, Any]:
-    """The evaluation of this rank's part of batches, as plain numbers."""
+    """The evaluation of this rank's part of batches, as plain numbers; all tasks are regressions,
+    which need no torchmetrics, whose import takes longer than all else."""
     part = batches(*sizes)[ranks.rank() :: ranks.world_size()]
-    found = evaluate(OfTwo(is_deep=True), part, tasks=TASKS)
+    tasks = [dataclasses.replace(task, kind=TaskKind.REGRESSION) for task in TASKS]
+    found = evaluate(OfTwo(is_deep=True), part, tasks=tasks)
     return {task: of_task._asdict() for task, of_task in found.items()}
 
 
