@@ -47,6 +47,7 @@ LONGEST_FIRST = (
     "tests/training/test_disk_read_ahead.py",
     "tests/bench/step/",
     "tests/bench/tiers/",
+    "tests/bench/training/",
     "tests/step/test_jagged_steps_on_ranks.py",
     "tests/step/test_padded_sequences.py",
     "tests/step/test_watched_values.py",
