@@ -108,7 +108,7 @@ native: $(READY) ## Build the C++ library in place
 	python3 torchembed/core/versions.py --requirements $(DEVICE) > .venv/pins.txt
 	.venv/bin/pip install -qq -r .venv/pins.txt
 	.venv/bin/pip install -qq --no-build-isolation -c .venv/pins.txt \
-	  -e '.[recipes,mlperf,serving,test,bench,dev]'
+	  -e '.[recipes,mlperf,serving,export,test,bench,dev]'
 	.venv/bin/pip install -qq --no-deps \
 	  $$(python3 torchembed/core/versions.py --requirements-without-dependencies)
 	touch $@

@@ -5,7 +5,7 @@ import sys
 
 from tests.support.source_tree import ROOT, run_python_or_fail
 
-LATER_ROOMS = ("triton_kernels", "data", "models", "training", "integrations", "doctor")
+LATER_ROOMS = ("triton_kernels", "data", "models", "training", "integrations", "export", "doctor")
 """Imported by the programs that use them."""
 MEASURE = """
 import json, sys

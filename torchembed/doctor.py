@@ -17,7 +17,10 @@ import torchembed
 from torchembed import _native, ops
 from torchembed.core import dispatch, environment, versions
 
-DISTRIBUTIONS = ("torch", "numpy", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
+DISTRIBUTIONS = (
+    *("torch", "numpy", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"),
+    *("onnx", "onnxscript", "onnxruntime"),
+)
 
 
 def installed_version(distribution: str) -> str | None:

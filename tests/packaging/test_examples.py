@@ -49,6 +49,8 @@ def test_the_readme_has_one_short_example() -> None:
 def test_example_runs(example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "torchrec" in example.text:
         import_torchrec()
+    if "onnxruntime" in example.text:
+        pytest.importorskip("onnxruntime", reason="needs torchembed[export]")
     program = tmp_path / "train.py"
     program.write_text(example.text)
     if example.launcher:

@@ -15,6 +15,7 @@ LONGEST_FIRST = (
     "tests/triton_kernels/test_compiles.py",
     "tests/recipes/",
     "tests/serving/",
+    "tests/export/",
     "tests/ops/test_hash_table.py",
     "tests/ops/test_hash_table_kernels.py",
     "tests/ops/test_hash_table_machine.py",

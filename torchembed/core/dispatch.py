@@ -33,6 +33,9 @@ class PickedKernel(NamedTuple):
 
 
 picked_kernels: list[PickedKernel] = []
+references: dict[Kernel, Kernel] = {}
+"""The reference of each operation, as a function of its arguments: what it is made of in programs
+that are to run without torchembed."""
 
 
 class CudaKernel(NamedTuple):
@@ -164,6 +167,8 @@ def define_op(
         return _given_record(_checked(kernel, *checks), record)
 
     _library.impl(name, implementation(reference, *checks), "CompositeExplicitAutograd")
+    op = getattr(torch.ops.torchembed, name).default
+    references[op] = implementation(reference)
     torch.library.register_fake(f"torchembed::{name}", implementation(fake, check), lib=_library)
 
     def pick(key: str, kernel: str, reason: str, function: Kernel | None) -> None:
@@ -174,7 +179,7 @@ def define_op(
     if environment.force_reference():
         for key in ("CPU", "CUDA"):
             pick(key, "reference", "TORCHEMBED_FORCE_REFERENCE is set", None)
-        return getattr(torch.ops.torchembed, name).default
+        return op
 
     has_triton = _triton_is_installed()
     interpreted = triton is not None and environment.triton_interpreted()
@@ -196,4 +201,4 @@ def define_op(
     else:
         reason = f"triton is installed; the C++ library takes {cuda.covers}"
         pick("CUDA", "triton", reason, _with_fallback(cuda.launch, _launcher(triton)))
-    return getattr(torch.ops.torchembed, name).default
+    return op

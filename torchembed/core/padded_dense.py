@@ -62,6 +62,11 @@ class _PackedRows(torch.autograd.Function):
 def _rows_or_zeros(values: Tensor, rows: Tensor) -> Tensor:
     """``values[rows]``; zeros for a row of -1."""
     shape = (*rows.shape, *values.shape[1:])
+    if torch.compiler.is_exporting():
+        # A program serves batches without any row, too, and cannot ask for their number.
+        with_none = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+        places = rows.where(rows >= 0, values.shape[0])
+        return with_none.index_select(0, places.flatten()).view(shape)
     if not values.shape[0]:
         return values.new_zeros(shape)
     found = values.index_select(0, rows.clamp_min(0).flatten()).view(shape)

@@ -12,6 +12,7 @@ from torch.export.passes import move_to_device_pass
 
 from torchembed.modules.dense_part.argument_tree import ArgumentTree
 from torchembed.modules.dense_part.errors import DeployError
+from torchembed.modules.dense_part.failed_export import line_of_failure
 from torchembed.modules.dense_part.fed_modules import FedFeatures, FedVectors, Vectors, fed_modules
 from torchembed.modules.dense_part.forms import (
     Argument,
@@ -116,9 +117,13 @@ def export_dense(
             except DeployError:
                 raise
             except Exception as error:
+                others = [_with_one_more(example) for example in examples]
+                where = line_of_failure(
+                    error, model, part, (weights, tensors), (weights, others), shapes
+                )
                 raise DeployError(
                     "model must be one that torch.export takes with any number of samples, and is "
-                    f"not: {error}"
+                    f"not{where}: {error}"
                 ) from error
     # Labels, and losses of them, are looked at by nothing that is asked for.
     program.graph.eliminate_dead_code()
@@ -152,6 +157,18 @@ def export_dense(
             )
     hotness = _constant_hotness(examples, placeholders)
     return DenseExport(program, weights, tuple(kinds), tuple(inputs), tuple(outputs), hotness)
+
+
+def _with_one_more(example: _Example) -> Tensor:
+    """The example's tensor with its first sample once more at the end."""
+    tensor = example.tensor
+    for dim, kind in example.dims.items():
+        # Of jagged features the added bag is empty.
+        if kind is not Dim.AUTO:
+            first = tensor.narrow(dim, 0, 1)
+            is_lengths = example.argument.kind is ArgumentKind.LENGTHS
+            tensor = torch.cat([tensor, torch.zeros_like(first) if is_lengths else first], dim)
+    return tensor
 
 
 def _leaf_examples(tree: ArgumentTree, recording: Recording, batch: Dim) -> Iterator[_Example]:

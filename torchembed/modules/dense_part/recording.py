@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from torchembed.core.checks import signed_ids
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.modules.dense_part.argument_tree import AnyFeatures, ArgumentTree
@@ -21,6 +22,7 @@ from torchembed.modules.dense_part.table_modules import (
     is_pooled,
     table_sources,
 )
+from torchembed.modules.feature_selection import select_features
 from torchembed.modules.served_names import ServedTables, served_modules, table_names
 
 
@@ -45,6 +47,20 @@ class RecordedCall:
     shape: tuple[int, ...] = ()
 
 
+class GivenIds(NamedTuple):
+    """The ids of a feature in the examples, as requests have them.
+
+    Attributes:
+        ids: int32 or int64, ``[B, hotness]``; ``[L]`` of jagged features.
+        lengths: of the bags of a jagged feature, int64 ``[B]``.
+        weights: floating, in the form of ``ids``.
+    """
+
+    ids: Tensor
+    lengths: Tensor | None
+    weights: Tensor | None
+
+
 class Recording:
     """The run of a model with examples: its features, lookups and tables.
 
@@ -55,7 +71,9 @@ class Recording:
         lookups: each use of a table by a feature, once.
         tables: those that are looked up, by name.
         calls: of each table module, by its path, in order.
+        given: the ids of the examples, by feature.
         batch_size: samples of the examples.
+        result: of the model's forward.
     """
 
     def __init__(self, model: nn.Module, tree: ArgumentTree) -> None:
@@ -69,6 +87,7 @@ class Recording:
         self.tables: dict[str, TableSource] = {}
         self.calls: dict[str, list[RecordedCall]] = {}
         self.jagged: dict[int, tuple[Tensor, Tensor]] = {}
+        self.given: dict[str, GivenIds] = {}
         self._modules = served_modules(model)
         if not self._modules:
             raise DeployError(
@@ -88,7 +107,7 @@ class Recording:
         ]
         try:
             with torch.no_grad():
-                model(*tree.with_leaves(leaves))
+                self.result: object = model(*tree.with_leaves(leaves))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -112,6 +131,7 @@ class Recording:
                     hotness = None if part.hotness is None else part.hotness[place]
                     # A weighted lookup makes it a weighted feature.
                     self._add(Feature(name=key, hotness=hotness, is_weighted=False))
+                    self.given[key] = _given(select_features(part, [place]))
 
     def _add(self, feature: Feature) -> None:
         known = self.features.setdefault(feature.name, feature)
@@ -184,6 +204,7 @@ class Recording:
         place = self.places.find(path, ids, offsets, weights, result.shape[0], module)
         feature = Feature(name=place.name, hotness=place.hotness, is_weighted=weights is not None)
         self._add(feature)
+        self.given[place.name] = _given_to_module(ids, offsets, weights, result.shape[0])
         pools = is_embedding_bag(module)
         number = self._lookup(
             place.name,
@@ -223,6 +244,36 @@ _ARGUMENTS = ("input", "offsets", "per_sample_weights")
 
 def _own_memory(leaf: Tensor | AnyFeatures) -> Tensor | AnyFeatures:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _given(features: SparseFeatures) -> GivenIds:
+    """The ids of an only feature."""
+    values, weights = features.values, features.weights
+    if features.offsets is None:
+        shape = features.batch_size, -1
+        return GivenIds(
+            values.reshape(shape), None, None if weights is None else weights.reshape(shape)
+        )
+    end = int(features.offsets[-1])
+    lengths = features.offsets.diff().long()
+    return GivenIds(values[:end], lengths, None if weights is None else weights[:end])
+
+
+def _given_to_module(
+    ids: Tensor, offsets: Tensor | None, weights: Tensor | None, batch_size: int
+) -> GivenIds:
+    """The ids of a call of a module of one table."""
+    ids = signed_ids("input", ids)
+    if offsets is None:
+        shape = batch_size, -1
+        return GivenIds(
+            ids.reshape(shape), None, None if weights is None else weights.reshape(shape)
+        )
+    ends = offsets
+    if len(offsets) == batch_size:
+        ends = torch.cat([offsets, offsets.new_tensor([len(ids)])])
+    end = int(ends[-1])
+    return GivenIds(ids[:end], ends.diff().long(), None if weights is None else weights[:end])
 
 
 def _parts(features: AnyFeatures) -> tuple[SparseFeatures, ...]:

@@ -22,12 +22,16 @@ class TakenApart(NamedTuple):
 
     Attributes:
         model: outside of DistributedDataParallel.
-        recording: its run with the examples.
+        tree: the examples.
+        recording: its run with them.
+        choice: of the outputs.
         dense: its dense part on rank 0, None on other ranks.
     """
 
     model: nn.Module
+    tree: ArgumentTree
     recording: Recording
+    choice: OutputChoice
     dense: DenseExport | None
 
     def features(self) -> list[Feature]:
@@ -72,7 +76,7 @@ def take_apart(
             lambda: export_dense(whole, tree, recording, choice) if ranks.rank() == 0 else None,
             what,
         )
-    return TakenApart(whole, recording, dense)
+    return TakenApart(whole, tree, recording, choice, dense)
 
 
 @contextlib.contextmanager
