@@ -43,6 +43,10 @@ class InvalidRequestError(ValueError):
     """The request does not fit the model; its sender must change it."""
 
 
+class OutdatedUpdateError(ValueError):
+    """An update is of a version before the one that was deployed."""
+
+
 class UnknownModelError(LookupError):
     """There is no model of that name, or no such version of it."""
 

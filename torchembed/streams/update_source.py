@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,6 +37,8 @@ class UpdateSource:
         group: the name of the group.
         width_of: the width of the rows of a model's table, None for one that is not served, by
             which messages are refused; where it is None itself all are taken.
+        is_served: says of a model whether its updates can be applied now. Those of others are left
+            with the brokers, uncommitted, until they can be; None for all models.
 
     Raises:
         ConnectionError: where no broker answers in time.
@@ -48,6 +51,7 @@ class UpdateSource:
         options: SourceOptions | None = None,
         *,
         width_of: WidthOf | None = None,
+        is_served: Callable[[str], bool] | None = None,
     ) -> None:
         if not group:
             raise ValueError("group must be a name, got ''; instances with equal names share")
@@ -58,7 +62,11 @@ class UpdateSource:
         self._brokers, self._group = brokers, group
         self._errors = BrokerErrors(brokers)
         self._received = ReceivedMessages(self.options, self.statistics, width_of)
+        self._is_served = is_served
         self._topics: frozenset[str] = frozenset()
+        self._given_back: set[str] = set()
+        """Topics of which messages came and were left for later: no more of them are taken until
+        they are read anew, from what was committed."""
         self._next: dict[_Place, int] = {}
         """The offset behind what was polled of each partition that this instance has."""
         self._committed: dict[_Place, int] = {}
@@ -134,6 +142,17 @@ class UpdateSource:
         except kafka().KafkaException as error:
             self._note_commit(error.args[0], offsets)
 
+    def give_back(self, model: str) -> bool:
+        """Leave all updates of a model that are not committed for later, where it is not served;
+        True where that is so."""
+        if self._is_served is None or self._is_served(model):
+            return False
+        for topic in self._topics:
+            contents = contents_of(topic)
+            if contents is not None and contents.model == model:
+                self._give_back(topic)
+        return True
+
     def lag(self) -> Lag:
         """How far it is behind, as far as is known without asking brokers."""
         num_messages = 0
@@ -174,7 +193,9 @@ class UpdateSource:
         except kafka().KafkaException as error:
             self._errors.note(error.args[0].str())
             return
-        found = frozenset(filter(self._is_wanted, names)) | self._topics
+        # Those that are not read any more have nothing on the way.
+        self._given_back &= self._topics
+        found = frozenset(filter(self._is_wanted, {*names, *self._topics}))
         if not found and "topics" not in self._told:
             self._told.add("topics")
             _LOG.warning(
@@ -189,7 +210,17 @@ class UpdateSource:
             self._topics = found
             self._subscribe()
 
+    def _give_back(self, topic: str) -> None:
+        self._given_back.add(topic)
+        self._discover_at = time.monotonic()
+        for place in [place for place in self._next if place[0] == topic]:
+            del self._next[place]
+            self._received.forget(*place)
+
     def _subscribe(self) -> None:
+        if not self._topics:
+            self._consumer.unsubscribe()
+            return
         self._consumer.subscribe(
             sorted(self._topics),
             on_assign=self._note_assigned,
@@ -204,6 +235,8 @@ class UpdateSource:
             contents is not None
             and (models is None or contents.model in models)
             and self.options.matches(topic)
+            and topic not in self._given_back
+            and (self._is_served is None or self._is_served(contents.model))
         )
 
     def _waiting_messages(self) -> list[Any]:
@@ -223,6 +256,10 @@ class UpdateSource:
             return None
         self._errors.note_answer()
         place = message.topic(), message.partition()
+        if self._is_served is not None and not self._is_wanted(place[0]):
+            self._give_back(place[0])
+            self.statistics.num_given_back += 1
+            return None
         kind, milliseconds = message.timestamp()
         is_known = kind != kafka().TIMESTAMP_NOT_AVAILABLE
         received = Received(

@@ -12,6 +12,7 @@ from torchembed.serving.interface import (
     IndexEntry,
     ModelNotReadyError,
     ModelState,
+    OutdatedUpdateError,
     ServedModel,
     UnknownModelError,
 )
@@ -174,6 +175,7 @@ class ModelRepository:
 
         Raises:
             UnknownModelError: where no loaded version has the table, or rows of that version.
+            OutdatedUpdateError: where a later version was deployed and loaded.
             TypeError, ValueError: for another dtype or shape.
             RowStoreError, OSError: where they cannot be stored now; calling again does no harm.
         """
@@ -190,6 +192,8 @@ class ModelRepository:
                     f"model {model} must be loaded with a table {table} that takes rows of version "
                     f"{version}, and is not"
                 )
+            if not options.rows_by_version:
+                _check_version(model, version, max(lease.number for lease in versions.leases()))
             lookups = self.lookups()
             for name in names:
                 lookups[name].apply_rows(name, keys, rows, deleted_keys)
@@ -205,6 +209,7 @@ class ModelRepository:
         Raises:
             UnknownModelError: where the model is not loaded; or has rows by version, and not of
                 this one.
+            OutdatedUpdateError: where the version that answers was deployed later.
             ValueError: for tensors of other names, shapes or dtypes.
         """
         versions, options = self._known(model), self._options_of(model)
@@ -214,7 +219,13 @@ class ModelRepository:
                 lease = versions.find(version if options.rows_by_version else None)
             except ModelNotReadyError as error:
                 raise UnknownModelError(str(error)) from None
+            _check_version(model, version, lease.number)
             versions.swap(lease, lease.version.with_weights(tensors, version))
+
+    def is_served(self, name: str) -> bool:
+        """True for a model of which a version is loaded, so that updates can be applied."""
+        versions = self._models.get(name)
+        return versions is not None and bool(versions.leases())
 
     def lookups(self) -> dict[str, LeveledLookup]:
         """The lookup of each loaded table, by the table's name in stores."""
@@ -255,6 +266,16 @@ class ModelRepository:
 
     def _options_of(self, name: str) -> ModelOptions | None:
         return self._options if self._chosen is None else self._chosen.get(name)
+
+
+def _check_version(model: str, version: int, deployed: int) -> None:
+    """Raise ``OutdatedUpdateError`` for an update of a version before the deployed one; those of
+    HugeCTR have none, which is 0."""
+    if 0 < version < deployed:
+        raise OutdatedUpdateError(
+            f"updates of model {model} must be of version {deployed}, which was deployed, or "
+            f"later, got version {version}; deploy(version=) and publish(version) must count alike"
+        )
 
 
 def _number(name: str, version: str) -> int:

@@ -82,6 +82,11 @@ def update_totals(applier: UpdateApplier) -> Iterator[MetricTotal | HistogramTot
         ("dense_parts", "Applied dense parts", found.num_dense_parts),
         ("update_retries", "Updates that failed for now", found.num_retries),
         ("update_messages", "Messages that came", came.num_messages),
+        (
+            "update_messages_left",
+            "Messages of models not loaded yet",
+            came.num_given_back,
+        ),
         ("broker_errors", "Errors of brokers", came.num_broker_errors),
     ):
         yield MetricTotal(f"torchembed_{name}_total", _COUNTER, help_text, {}, value)

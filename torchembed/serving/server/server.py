@@ -130,7 +130,10 @@ class Server:
             topic_filters=config.filters or SourceOptions.topic_filters,
         )
         source = UpdateSource(
-            ",".join(config.brokers), config.group or _group(self.config), options
+            ",".join(config.brokers),
+            config.group or _group(self.config),
+            options,
+            is_served=self.repository.is_served,
         )
         applying = ApplierOptions(
             poll_timeout_seconds=config.poll_timeout_seconds,

@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from torchembed.serving.interface import UnknownModelError
+from torchembed.serving.interface import OutdatedUpdateError, UnknownModelError
 from torchembed.serving.updates.applier_statistics import (
     ApplierStatistics,
     ApplierTotals,
@@ -270,9 +270,10 @@ class UpdateApplier:
         try:
             is_done = self._until_done(noted)
         except (TypeError, ValueError, UnknownModelError) as error:
-            is_unknown = isinstance(error, UnknownModelError)
+            if isinstance(error, UnknownModelError) and self.source.give_back(updates[0].model):
+                return True
             for update in updates:
-                self._drop(update, DropReason.UNKNOWN if is_unknown else DropReason.UNFIT, error)
+                self._drop(update, _reason(error), error)
             return True
         for update in updates if is_done else ():
             self._totals.note_applied(update)
@@ -316,3 +317,9 @@ class UpdateApplier:
             reason.value,
             detail,
         )
+
+
+def _reason(error: Exception) -> DropReason:
+    if isinstance(error, UnknownModelError):
+        return DropReason.UNKNOWN
+    return DropReason.OLD_VERSION if isinstance(error, OutdatedUpdateError) else DropReason.UNFIT
