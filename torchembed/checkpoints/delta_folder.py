@@ -1,5 +1,6 @@
 """Exports of a model one after the other, each of what has changed since the one before."""
 
+import functools
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +57,7 @@ class DeltaFolder:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = local_folder(path)
         self._marks: dict[str, DeltaMark] = {}
         self._number: int | None = None
         """The number of the export that the marks are of."""
@@ -105,7 +106,7 @@ class DeltaFolder:
         raise_on_all_ranks(lambda: write() if ranks.rank() == 0 else None, what)
         shards = ModelShards(model)
         rest = {n: w for n, w in shards.tensors.items() if not is_of_tables(n, names)}
-        write_tensors(shards, partial / REST, rest, what)
+        write_tensors(shards, functools.partial((partial / REST).open, "wb"), rest, what)
         decide_on_first_rank(lambda: self._end(partial, number), what)
         self._marks, self._number = found.marks, number
         return found.is_whole
@@ -162,6 +163,20 @@ class _Changes(NamedTuple):
     """Changes of what this rank holds of dynamic tables, by their weights."""
     marks: dict[str, DeltaMark]
     """The marks of this moment, by the names of modules."""
+
+
+def local_folder(path: str | Path) -> Path:
+    """``path``, of a folder of exports.
+
+    Raises:
+        ValueError: for a URL.
+    """
+    if "://" in str(path):
+        raise ValueError(
+            f"path must be a local folder, in which exports are renamed once whole, got {path}; "
+            "copy finished exports there"
+        )
+    return Path(path)
 
 
 def numbers_in(path: Path) -> list[int]:

@@ -4,14 +4,16 @@ import contextlib
 import functools
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchembed.checkpoints.model_shards import ModelShards, WholeTensor
+from torchembed.checkpoints.storage import Storage
 from torchembed.checkpoints.tensor_file import INDEX, bytes_of, header_of
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
@@ -50,20 +52,29 @@ def export_safetensors(
     would be larger than ``max_file_bytes``, ``model-00001-of-00003.safetensors`` and so on with
     ``model.safetensors.index.json``. Rows stream to rank 0, which writes them as they come, so a
     table may be larger than its memory; a table is never divided between files. The folder appears
-    once all is written. The model may be sharded or not. Collective.
+    once all is written; behind a URL of an object store each file does, of several files the index
+    at last. The model may be sharded or not. Collective.
 
     Args:
-        path: a local folder that is not there yet.
+        path: a local folder that is not there yet, or the URL, which fsspec knows, of one that
+            holds nothing.
 
     Raises:
-        FileExistsError: where ``path`` is there.
+        FileExistsError: where ``path`` is there, or holds anything behind a URL.
         ValueError: for a tensor of a dtype that the format does not know.
         OSError: where writing fails.
     """
-    path, what = Path(path), f"export the model to {path}"
+    what = f"export the model to {path}"
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes must be positive, got {max_file_bytes}")
     shards = ModelShards(model)
+    if "://" in str(path):
+        storage = raise_on_all_ranks(lambda: Storage(path), what)
+        if not storage.is_local:
+            _export_to_store(shards, storage, max_file_bytes, what)
+            return
+        path = storage.root
+    path = Path(path)
     # Written next to the path and renamed at the end: a folder of that name is always whole.
     partial = path.with_name(f"{path.name}.partial")
 
@@ -76,17 +87,53 @@ def export_safetensors(
     decide_on_first_rank(begin, what)
     files = _files(shards.tensors, max_file_bytes)
     for name, tensors in files.items():
-        write_tensors(shards, partial / name, tensors, what)
+        open_file = functools.partial((partial / name).open, "wb")
+        write_tensors(shards, open_file, tensors, what)
 
     def end() -> None:
         if len(files) > 1:
-            weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
-            total = sum(whole.num_bytes for whole in shards.tensors.values())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (partial / INDEX).write_text(json.dumps(index, indent=2))
+            (partial / INDEX).write_bytes(_index_of(shards, files))
         partial.rename(path)
 
     decide_on_first_rank(end, what)
+
+
+def _export_to_store(shards: ModelShards, storage: Storage, max_file_bytes: int, what: str) -> None:
+    """:func:`export_safetensors` to an object store, which has no folders to rename: a file shows
+    there once it is whole, and of several the index comes last."""
+    files = _files(shards.tensors, max_file_bytes)
+    paths = {name: storage.path(name) for name in files}
+
+    def begin() -> None:
+        if names := storage.names():
+            raise FileExistsError(
+                f"path must hold nothing yet, and {storage.url} holds {names[0]}; remove it"
+            )
+        storage.mkdir(storage.root)
+
+    decide_on_first_rank(begin, what)
+    try:
+        for name, tensors in files.items():
+            open_file = functools.partial(storage.create_stream, paths[name], "wb")
+            write_tensors(shards, open_file, tensors, what)
+    except BaseException:
+        # A stream that is closed by an error shows what was written until then.
+        if ranks.rank() == 0:
+            for path in paths.values():
+                storage.remove(path)
+        raise
+    if len(files) > 1:
+        index = _index_of(shards, files)
+        decide_on_first_rank(lambda: storage.write(storage.path(INDEX), index), what)
+
+
+def _index_of(shards: ModelShards, files: Mapping[str, Mapping[str, WholeTensor]]) -> bytes:
+    """The content of the file that says which of ``files`` each tensor is in."""
+    weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    total = sum(whole.num_bytes for whole in shards.tensors.values())
+    return json.dumps(
+        {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2
+    ).encode()
 
 
 def _files(
@@ -113,30 +160,37 @@ def _files(
 
 
 def write_tensors(
-    shards: ModelShards, path: Path, tensors: Mapping[str, WholeTensor], what: str
+    shards: ModelShards,
+    open_file: Callable[[], contextlib.AbstractContextManager[Any]],
+    tensors: Mapping[str, WholeTensor],
+    what: str,
 ) -> None:
     """Write ``tensors``, some of those of ``shards``, whole, into one file; collective.
 
     Args:
-        path: of the file, which rank 0 writes.
+        open_file: opens the file, which rank 0 writes.
         what: the action, for errors.
     """
     header = raise_on_all_ranks(
         lambda: header_of({n: (w.shape, w.dtype) for n, w in tensors.items()}), what
     )
-    file = raise_on_all_ranks(lambda: path.open("wb") if ranks.rank() == 0 else None, what)
+    with contextlib.ExitStack() as stack:
 
-    def write(data: bytes | Tensor | None) -> None:
-        if file is not None and data is not None:
-            file.write(bytes_of(data) if isinstance(data, Tensor) else data)
+        def begin() -> Any:
+            return stack.enter_context(open_file()) if ranks.rank() == 0 else None
 
-    with contextlib.nullcontext() if file is None else file:
+        file = raise_on_all_ranks(begin, what)
+
+        def write(data: bytes | Tensor | None) -> None:
+            if file is not None and data is not None:
+                file.write(bytes_of(data) if isinstance(data, Tensor) else data)
+
         raise_on_all_ranks(lambda: write(header), what)
         for name in tensors:
             for _, rows in shards.chunks(name, CHUNK_BYTES):
                 raise_on_all_ranks(functools.partial(write, rows), what)
-        # Closing would write what is still buffered, and its error would be raised on rank 0 alone.
-        raise_on_all_ranks(lambda: None if file is None else file.flush(), what)
+        # Closing writes what is still buffered, and its error would be raised on rank 0 alone.
+        raise_on_all_ranks(stack.close, what)
 
 
 @torch.no_grad()

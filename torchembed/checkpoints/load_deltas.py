@@ -16,6 +16,7 @@ from torchembed.checkpoints.delta_folder import (
     dynamic_tables,
     folder_of,
     is_of_tables,
+    local_folder,
     numbers_in,
 )
 from torchembed.checkpoints.export import import_tables
@@ -58,7 +59,7 @@ def load_deltas(model: nn.Module, path: str | Path, *, after: int | None = None)
         ValueError: where a file is not as it was written, or a name, shape or dtype is not the
             model's.
     """
-    path, what = Path(path), f"load the exports in {path}"
+    path, what = local_folder(path), f"load the exports in {path}"
     exports = raise_on_all_ranks(lambda: _exports_to_read(path, after), what)
     last = exports[-1].number if exports else after
     assert last is not None

@@ -9,12 +9,17 @@ row-major, one after the other.
 import json
 import math
 import mmap
+import re
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import torch
 from torch import Tensor
+
+from torchembed.checkpoints.storage import CHUNK_BYTES, Storage
 
 DTYPES = {
     "F64": torch.float64,
@@ -31,6 +36,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 INDEX = "model.safetensors.index.json"
+_ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 
 
 def header_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:
@@ -65,16 +71,22 @@ def open_safetensors(path: str | Path) -> dict[str, Tensor]:
     """Map the tensors of a safetensors file, or of a folder of such files, by name.
 
     Data is read when it is accessed, so a file may be larger than memory. Writing to the tensors
-    does not change the files.
+    does not change the files. What is behind a URL is copied to a temporary file (in ``TMPDIR``),
+    which goes with the tensors.
 
     Args:
         path: a ``.safetensors`` file, or a folder with such files and, where a model is divided
-            between several, ``model.safetensors.index.json``.
+            between several, ``model.safetensors.index.json``; or its URL, which fsspec knows.
 
     Raises:
-        FileNotFoundError: where there is none.
+        FileNotFoundError: where there is none, or, behind a URL, the index of several is missing.
         ValueError: where a file is cut off or of another format.
     """
+    if "://" in str(path):
+        storage = Storage(path)
+        if not storage.is_local:
+            return _open_in_store(storage)
+        path = storage.root
     path = Path(path)
     if not path.is_dir():
         return _open_file(path)
@@ -137,9 +149,46 @@ def read_header(file: IO[bytes], num_bytes: int, path: str | Path) -> dict[str, 
 
 def _open_file(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
-        places = read_header(file, path.stat().st_size, path)
-        # A private mapping: torch wants memory that it can write to, and the file must not change.
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return _mapped(file, path.stat().st_size, path)
+
+
+def _open_in_store(storage: Storage) -> dict[str, Tensor]:
+    """:func:`open_safetensors` of a file or folder that cannot be mapped."""
+    try:
+        names = storage.names()
+    except NotADirectoryError:
+        return _fetched(storage, storage.root)
+    if INDEX in names:
+        weight_map = json.loads(storage.read(storage.path(INDEX)))["weight_map"]
+        files = sorted(set(weight_map.values()))
+    else:
+        files = [name for name in names if name.endswith(".safetensors")]
+        if not files:
+            raise FileNotFoundError(f"{storage.url} holds neither {INDEX} nor a file *.safetensors")
+        if unfinished := [name for name in files if _ONE_OF_SEVERAL.search(name)]:
+            raise FileNotFoundError(
+                f"{storage.url} holds {unfinished[0]} without {INDEX}, as an export does that was "
+                "stopped; remove it and export again"
+            )
+    fetched = (_fetched(storage, storage.path(name)) for name in files)
+    return {name: tensor for tensors in fetched for name, tensor in tensors.items()}
+
+
+def _fetched(storage: Storage, path: str) -> dict[str, Tensor]:
+    """The tensors of a file of ``storage``, of which there is a temporary copy as long as they
+    are."""
+    with tempfile.TemporaryFile() as file:
+        with storage.create_stream(path, "rb") as stream:
+            shutil.copyfileobj(stream, file, CHUNK_BYTES)
+        num_bytes = file.tell()
+        file.seek(0)
+        return _mapped(file, num_bytes, path)
+
+
+def _mapped(file: IO[bytes], num_bytes: int, path: str | Path) -> dict[str, Tensor]:
+    places = read_header(file, num_bytes, path)
+    # A private mapping: torch wants memory that it can write to, and the file must not change.
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     tensors = {}
     for name, place in places.items():
         count = math.prod(place.shape)
