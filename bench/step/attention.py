@@ -40,7 +40,7 @@ class Config:
 
     lengths: tuple[int, ...] = (200, 1000, 4000)
     """Items of a history."""
-    batch_sizes: tuple[int, ...] = (320, 64, 8)
+    batch_sizes: tuple[int, ...] = (512, 64, 8)
     """Histories of a batch, for each of the lengths."""
     embedding_dim: int = 64
     num_heads: int = 8

@@ -13,8 +13,8 @@ class HistoryEncoder(nn.Module):
     """The base of models that encode each item of a history with those before it.
 
     ``forward`` takes :class:`Histories` and gives ``[L, D]``, zeros for what is not in a history or
-    beyond its ``max_length``. Layers between attentions work on the items of the batch alone,
-    without padding.
+    beyond its ``max_length``: cut histories to their newest items before. Layers between attentions
+    work on the items of the batch alone, without padding.
 
     Args:
         items: vectors of items, a :class:`~torchembed.Embedding` ``[...] -> [..., D]``.
