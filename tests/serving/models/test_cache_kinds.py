@@ -15,6 +15,7 @@ from torchembed.serving.models import ModelRepository, deploy
 from torchembed.serving.server.lookups import model_options
 from torchembed.serving.server.stores import StoreStack
 from torchembed.stores import MemoryStore, RocksDBStore, RowStore
+from torchembed.stores.volatile.memory_bytes import volatile_memory_bytes
 
 NUM_ROWS, DIM = 300, 4
 
@@ -44,7 +45,8 @@ def repository_over(
     folder: Path, store: RowStore, kind: CacheKind, records: RowStore | None = None
 ) -> ModelRepository:
     config = ModelConfig(name="m", batching=None, cache=CacheConfig(kind=kind, devices=("cpu",)))
-    options = model_options(config, StoreStack(("store",), (store,), (LevelRules(),), records))
+    stack = StoreStack(("store",), (store,), (LevelRules(),), volatile_memory_bytes, records)
+    options = model_options(config, stack)
     return ModelRepository(folder, options, records=records)
 
 
