@@ -25,6 +25,8 @@ class Setting:
     """What answers, and how often."""
 
     batch_sizes: tuple[int, ...] = (1, 128, 2048)
+    kinds: tuple[str, ...] = ("one id", "fixed", "jagged")
+    """Of bags: one id, ``hotness`` of them, or up to twice as many."""
     num_features: int = 26
     num_rows: int = 50_000
     """Of each table."""
@@ -114,7 +116,7 @@ def measure(setting: Setting) -> None:
         f"{setting.hotness} ids in a bag"
     )
     print(f"{'milliseconds':<12} {'bags':<8} {'batch':>6} {'torch':>8} {'ONNX':>8}  torch / ONNX")
-    for kind in ("one id", "fixed", "jagged"):
+    for kind in setting.kinds:
         for name, model in _models(setting).items():
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "m.onnx"

@@ -32,7 +32,7 @@ def export_pt2(
     :func:`load_pt2` loads it, and so do torch's own loaders in Python and C++, with a dictionary of
     the inputs in their order. Every weight may be replaced there, also those of one element, which
     AOTInductor otherwise compiles into the code. Ids without a row do what they do in the model:
-    where it raises, a call raises on the CPU, and on a GPU the process ends.
+    where it raises, a call raises on the CPU, and an assertion of the device fails on a GPU.
 
     Compiling takes a C++ compiler and a minute or more. A package for a GPU runs on GPUs of the
     generation of the one that it was compiled on. Otherwise as :func:`export_onnx`.
