@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.support.model_batches import KEYS, NUM_ROWS, Clicks, clicks, collection
 from tests.support.tolerance import assert_follows, assert_same_bits
-from torchembed.models import DLRM, DLRM_DCNv2
+from torchembed.models import DLRM, DeepFM, DLRM_DCNv2, WideAndDeep
 from torchembed.modules import EmbeddingBagCollection, EmbeddingBagConfig
 
 SIZES: dict[str, Any] = {
@@ -46,17 +46,17 @@ def results(model: nn.Module, batch: Clicks, sparse: Any, dtype: torch.dtype) ->
     return [logits, *torch.autograd.grad(logits, leaves, batch.grad.to(dtype))]
 
 
-def torchrec_collection() -> nn.Module:
+def torchrec_collection(dim: int = 4) -> nn.Module:
     modules = pytest.importorskip("torchrec.modules.embedding_modules", reason="needs TorchRec")
     configs = pytest.importorskip("torchrec.modules.embedding_configs", reason="needs TorchRec")
     tables = [
         configs.EmbeddingBagConfig(
-            name="users", num_embeddings=NUM_ROWS, embedding_dim=4, feature_names=["user"]
+            name="users", num_embeddings=NUM_ROWS, embedding_dim=dim, feature_names=["user"]
         ),
         configs.EmbeddingBagConfig(
             name="goods",
             num_embeddings=NUM_ROWS,
-            embedding_dim=4,
+            embedding_dim=dim,
             feature_names=["item", "genre"],
             pooling=configs.PoolingType.MEAN,
         ),
@@ -132,6 +132,27 @@ def test_trains_under_autocast(
     logits.sum().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all()
+
+
+@pytest.mark.parametrize("ours", [WideAndDeep, DeepFM])
+def test_models_with_a_linear_part_take_torchrecs_tables(
+    ours: Callable[..., nn.Module], device: torch.device
+) -> None:
+    batch = clicks(device)
+    torchrecs = torchrec_collection().to(device), torchrec_collection(1).to(device)
+    model = ours(*torchrecs, layer_sizes=[5], dense_in_features=5, dense_device=device)
+    twin = ours(
+        *(collection(device, dim, dim) for dim in (4, 1)),
+        layer_sizes=[5],
+        dense_in_features=5,
+        dense_device=device,
+    )
+    twin.load_state_dict(model.state_dict())
+    jagged = keyed_jagged(batch, device)
+    assert_follows(
+        twin(batch.dense, batch.sparse),
+        lambda dtype: model.to(dtype)(batch.dense.to(dtype), jagged),
+    )
 
 
 def test_tables_of_several_dims_suit_a_cross_network_only(device: torch.device) -> None:
