@@ -165,28 +165,55 @@ def test_single_tables_columns_offsets_and_sequences(tmp_path: Path) -> None:
         check_close(answer(inputs), forward_of(model, given))
 
 
+def _tasks(model: Callable[..., nn.Module], **sizes: Any) -> nn.Module:
+    return model(
+        bags(3, 8),
+        task_names=("click", "buy"),
+        tower_layer_sizes=[4],
+        dense_in_features=5,
+        **sizes,
+    )
+
+
 class _Library(nn.Module):
     """The models of this library that take dense and sparse features."""
 
     def __init__(self) -> None:
         super().__init__()
+        deep: dict[str, Any] = {"layer_sizes": [8, 4], "dense_in_features": 5}
+        normed = deep | {"batch_norm": True, "dropout": 0.3}
         self.parts = nn.ModuleDict(
             {
                 "dlrm": models.DLRM(bags(3, 8), 5, [16, 8], [16, 1]),
                 "dlrm_dcnv2": models.DLRM_DCNv2(bags(3, 8), 5, [16, 8], [16, 1], 2, 4),
-                "dcnv2": models.DCNv2(
-                    bags(3, 8),
-                    num_cross_layers=2,
-                    layer_sizes=[8, 4],
-                    dense_in_features=5,
-                    batch_norm=True,
-                    dropout=0.3,
+                "dcnv2": models.DCNv2(bags(3, 8), num_cross_layers=2, **normed),
+                "dcn": models.DCN(bags(3, 8), num_cross_layers=2, **deep),
+                "dnn": models.DNN(bags(3, 8), **normed),
+                "deepfm": models.DeepFM(bags(3, 8), bags(3, 1), **normed),
+                "wide_and_deep": models.WideAndDeep(bags(3, 8), bags(3, 1), **deep),
+                "xdeepfm": models.XDeepFM(bags(3, 8), bags(3, 1), cin_layer_sizes=[4, 4], **deep),
+                "autoint": models.AutoInt(
+                    bags(3, 8), num_attention_layers=2, attention_dim=8, num_heads=2, **deep
+                ),
+                "shared_bottom": _tasks(models.SharedBottom, bottom_layer_sizes=[8]),
+                "mmoe": _tasks(models.MMoE, num_experts=3, expert_layer_sizes=[8]),
+                "ple": _tasks(
+                    models.PLE,
+                    num_levels=2,
+                    num_task_experts=2,
+                    num_shared_experts=1,
+                    expert_layer_sizes=[8],
                 ),
             }
         )
 
     def forward(self, dense: Tensor, features: torchembed.SparseFeatures) -> dict[str, Tensor]:
-        return {name: part(dense, features) for name, part in self.parts.items()}
+        found: dict[str, Tensor] = {}
+        for name, part in self.parts.items():
+            result = part(dense, features)
+            tasks = result if isinstance(result, dict) else {"logit": result}
+            found |= {f"{name}.{task}": tensor for task, tensor in tasks.items()}
+        return found
 
 
 def test_the_models_of_the_library(tmp_path: Path) -> None:
