@@ -22,6 +22,7 @@ from torchembed.serving.protocols.inference import Inferred
 from torchembed.serving.protocols.metrics import ServerMetrics
 from torchembed.serving.protocols.options import RequestLimits
 from torchembed.serving.protocols.refusals import (
+    EncodedBodyError,
     TooLargeError,
     UnauthorizedError,
     UnsupportedError,
@@ -36,6 +37,7 @@ _STATUSES: tuple[tuple[type[Exception], int], ...] = (
     (InvalidRequestError, 400),
     (UnknownModelError, 404),
     (UnauthorizedError, 401),
+    (EncodedBodyError, 415),
     (UnsupportedError, 501),
     (ModelNotReadyError, 503),
     (BusyError, 503),
@@ -84,7 +86,7 @@ class Call:
             ClientGoneError: where the client goes.
         """
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
-            raise UnsupportedError("Content-Encoding is not supported; send the body as it is")
+            raise EncodedBodyError("Content-Encoding is not supported; send the body as it is")
         announced = int(self.headers.get(b"content-length", b"0"))
         self._take(announced)
         body = bytearray()

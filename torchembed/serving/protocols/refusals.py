@@ -15,6 +15,10 @@ class UnsupportedError(NotImplementedError):
     """The request wants an extension of the protocol that this server does not have."""
 
 
+class EncodedBodyError(UnsupportedError):
+    """The body is compressed, or encoded in another way."""
+
+
 _MAX_CHARACTERS = 1000  # gRPC holds an error in 8 KiB of trailers
 
 
