@@ -1,0 +1,34 @@
+"""Programs of dense parts run on another device than that which they were exported on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchembed.serving.models.dense_program import DenseProgram, load_program, program_bytes
+
+
+class Cast(nn.Module):
+    """Casts, whose programs note the device of what they cast."""
+
+    def forward(self, weight: Tensor, values: Tensor) -> tuple[Tensor]:
+        return ((values.to(torch.float32) @ weight).to(torch.float64).float(),)
+
+
+@pytest.mark.parametrize("name", ["cpu", "meta"])
+def test_runs_on_another_device(name: str, tmp_path: Path) -> None:
+    device = torch.device(name)
+    arguments = torch.ones(4, 2), torch.ones(3, 4)
+    program = torch.export.export(Cast(), arguments)
+    program.example_inputs = None
+    assert program.graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
+    )
+    weight, values = (argument.to(device) for argument in arguments)
+    file = tmp_path / "dense.pt2"
+    file.write_bytes(program_bytes(program))
+    (found,) = DenseProgram(load_program(file), device).run([weight], [values])
+    assert found.shape == (3, 2) and found.device == device
+    if name == "cpu":
+        assert found.tolist() == [[4.0, 4.0]] * 3
