@@ -110,12 +110,17 @@ def within_ddp() -> nn.Module:
     return model
 
 
+def divide(module: nn.Module) -> None:
+    """``fully_shard`` over the ranks, on the CPU: by itself it takes a GPU where there is one."""
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
 def after_fully_shard(modules: Callable[[Model], Sequence[nn.Module]]) -> Callable[[], nn.Module]:
     def trained() -> nn.Module:
         model = Model()
         sharded(model)
         for module in modules(model):
-            fully_shard(module)
+            divide(module)
         _, rest = torchembed.split_parameters(model)
         assert any(isinstance(parameter, DTensor) for parameter in rest)
         take_steps(model, optimizers(model))
@@ -127,7 +132,7 @@ def after_fully_shard(modules: Callable[[Model], Sequence[nn.Module]]) -> Callab
 def whole_divided_by_fully_shard() -> nn.Module:
     """Tables that are not sharded, and that an optimizer of torch trains."""
     model = Model()
-    fully_shard(model)
+    divide(model)
     assert torchembed.split_parameters(model).embeddings == []
     take_steps(model, [torch.optim.SGD(model.parameters(), lr=0.25)])
     return model
@@ -233,7 +238,7 @@ def values_of(model: nn.Module) -> dict[str, Any]:
 def divided_run() -> TrainingRun:
     model = Model()
     sharded(model)
-    fully_shard(model)
+    divide(model)
     embeddings, rest = torchembed.split_parameters(model)
     of_tables = torchembed.optim.Adagrad(embeddings, lr=0.25)
     return TrainingRun(model=model, optimizers=[of_tables, torch.optim.AdamW(rest, lr=0.125)])
@@ -260,7 +265,7 @@ def norms() -> list[float]:
         if kind != "alone":
             sharded(model)
         if kind == "divided":
-            fully_shard(model)
+            divide(model)
         optimizers(model)
         ids, signs = batches(None if kind == "alone" else dist.get_rank())[0]
         (model(ids) * signs).mean().backward()
@@ -274,7 +279,7 @@ def refusals() -> list[str]:
     messages = []
     model = Model()
     of_tables, _ = optimizers(model)
-    fully_shard(model)
+    divide(model)
     ids, _ = batches(dist.get_rank())[0]
     model(ids).mean().backward()
     with pytest.raises(RuntimeError) as error:
