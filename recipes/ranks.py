@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchembed import plan_embeddings, shard_embeddings
+from torchembed.core.ranks import world_size
 from torchembed.core.ranks.process_exit import exit_process_with_parent
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.optim import FusedOptimizer
@@ -48,6 +49,14 @@ def joined_ranks() -> Iterator[torch.device]:
     yield device
     # Not after an error: it would wait for ranks that are gone, and torchrun ends all of them.
     dist.destroy_process_group()
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raise ``ValueError`` where the ranks cannot divide a batch evenly."""
+    if batch_size % world_size():
+        raise ValueError(
+            f"batch_size must be a multiple of the {world_size()} ranks, got {batch_size}"
+        )
 
 
 def table_device(device: torch.device) -> torch.device:

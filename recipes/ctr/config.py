@@ -22,14 +22,8 @@ class Collections(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CtrConfig:
-    """A run, wholly: one training for each seed, stopped early; the result is their mean.
-
-    Each model has a subclass, with its structure.
-    """
-
-    title: ClassVar[str]
-    """The model's name."""
+class EarlyStoppedConfig:
+    """What all runs have that train until the score on the validation rows no longer improves."""
 
     # A string first: the command line takes the first that fits, and a Path takes a slash of URLs.
     data: str | Path | None = None
@@ -41,6 +35,41 @@ class CtrConfig:
     embedding_dim: int = 16
     embedding_std: float = 0.05
     """Standard deviation of the tables' normal initial values."""
+    placement: Placement | None = None
+    """Placement of every table over several ranks; without it the plan chooses."""
+    precision: Precision = Precision.FP32
+    """Precision of all but weights and losses, which are float32."""
+    batch_size: int = 4096
+    """Samples a step, over all ranks."""
+    learning_rate: float = 0.001
+    """Learning rate of Adam, for tables and dense layers."""
+    lr_decay: float = 0.1
+    """The learning rate is multiplied by this after an epoch that did not improve."""
+    patience: int = 2
+    """Stop after so many epochs in a row without a better score on the validation rows: an AUC, or
+    R² where numbers are predicted."""
+    min_improvement: float = 1e-4
+    """Least increase of the score that counts as better."""
+    max_epochs: int = 100
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds must be different and at least one, got {self.seeds}")
+        for name in ("batch_size", "patience", "max_epochs", "embedding_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CtrConfig(EarlyStoppedConfig):
+    """A run, wholly: one training for each seed, stopped early; the result is their mean.
+
+    Each model has a subclass, with its structure.
+    """
+
+    title: ClassVar[str]
+    """The model's name."""
+
     embedding_l2: float = 0.0
     """Penalty ``l2 / 2 * sum of squares`` on all rows of all tables; in dynamic tables of a given
     capacity on the rows that a step looks up."""
@@ -58,30 +87,11 @@ class CtrConfig:
     beside_modulo: bool = True
     """Train static tables of as many rows, which take the ids modulo these, beside dynamic ones of
     a given capacity, and state both."""
-    placement: Placement | None = None
-    """Placement of every table over several ranks; without it the plan chooses."""
-    precision: Precision = Precision.FP32
-    """Precision of all but weights and losses, which are float32."""
-    batch_size: int = 4096
-    """Samples a step, over all ranks."""
-    learning_rate: float = 0.001
-    """Learning rate of Adam, for tables and dense layers."""
     max_grad_norm: float | None = None
     """Bound of the norm of all gradients together; without it they are not clipped."""
-    lr_decay: float = 0.1
-    """The learning rate is multiplied by this after an epoch that did not improve."""
-    patience: int = 2
-    """Stop after so many epochs in a row without a better AUC on the validation rows."""
-    min_improvement: float = 1e-4
-    """Least increase of the AUC that counts as better."""
-    max_epochs: int = 100
 
     def __post_init__(self) -> None:
-        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"seeds must be different and at least one, got {self.seeds}")
-        for name in ("batch_size", "patience", "max_epochs", "embedding_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        super().__post_init__()
         check_dynamic(
             is_dynamic=self.dynamic,
             capacity=self.capacity,

@@ -4,46 +4,22 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torchembed
 from recipes.ctr.config import CtrConfig
-from recipes.ctr.rows import RowBatches
+from recipes.ctr.early_stopped import Report, SeedRun, Trainee, train_early_stopped
 from recipes.ctr.splits import Splits
 from recipes.ctr.tables import rows_in_tables
 from recipes.dynamic import DEFAULT_EVICTION, DEFAULT_SHARED, table_size
-from recipes.ranks import shard_over_ranks, table_device
+from recipes.ranks import check_batch_size, shard_over_ranks, table_device
 from recipes.result import Result, Stopped
-from torchembed.core import ranks
+from recipes.seeds import train_each_seed
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.tables import table_of
-from torchembed.training import (
-    CheckpointFolder,
-    EarlyStop,
-    Evaluation,
-    History,
-    MetricsWriter,
-    Progress,
-    StopSignal,
-    TrainingRun,
-    TrainPipeline,
-    average_buffers,
-    evaluate,
-    plot_history,
-    train,
-)
-
-
-class SeedRun(NamedTuple):
-    """One training, its model as good on the validation rows as it got."""
-
-    validation_auc: float
-    test: Evaluation
-    history: History
-    checkpoint: Path
+from torchembed.training import Evaluation, evaluate
 
 
 def run_seeds(
@@ -58,15 +34,11 @@ def run_seeds(
             goes on, ``metrics.jsonl`` and ``training.png``; and for ``modulo``, a folder with those
             of static tables beside dynamic ones.
     """
-    if config.batch_size % ranks.world_size():
-        raise ValueError(
-            f"batch_size must be a multiple of the {ranks.world_size()} ranks, "
-            f"got {config.batch_size}"
-        )
+    check_batch_size(config.batch_size)
     runs = _runs_of(config, read, device, output)
     if isinstance(runs, Stopped):
         return runs
-    modulo: dict[int, SeedRun] | Stopped = {}
+    modulo: dict[int, SeedRun[Evaluation]] | Stopped = {}
     if config.beside_modulo and config.dynamic and config.capacity is not None:
         static = dataclasses.replace(
             config, dynamic=False, eviction=DEFAULT_EVICTION, shared=DEFAULT_SHARED
@@ -75,7 +47,7 @@ def run_seeds(
         if isinstance(modulo, Stopped):
             return modulo
     histories = [run.history for run in runs.values()]
-    best = max(runs.values(), key=lambda run: run.validation_auc)
+    best = max(runs.values(), key=lambda run: run.validation_score)
     return Result(
         test_auc=fmean(run.test.auc for run in runs.values()),
         test_logloss=fmean(run.test.logloss for run in runs.values()),
@@ -93,99 +65,40 @@ def run_seeds(
 
 def _runs_of(
     config: CtrConfig, read: Callable[[int], Splits], device: torch.device, output: Path
-) -> dict[int, SeedRun] | Stopped:
+) -> dict[int, SeedRun[Evaluation]] | Stopped:
     """A training for each seed, in a folder of ``output`` each."""
-    runs: dict[int, SeedRun] = {}
-    for seed in config.seeds:
-        run = run_seed(config, read(seed), seed, device, output / f"seed-{seed}")
-        if isinstance(run, Stopped):
-            return run
-        runs[seed] = run
-    return runs
+
+    def run_seed(seed: int, folder: Path) -> SeedRun[Evaluation] | Stopped:
+        trainee = _prepared(config, read(seed), seed, device)
+        return train_early_stopped(config, trainee, seed, device, folder)
+
+    return train_each_seed(config.seeds, run_seed, output)
 
 
-def run_seed(
-    config: CtrConfig, splits: Splits, seed: int, device: torch.device, output: Path
-) -> SeedRun | Stopped:
-    """Train until the AUC on the validation rows has not improved for some epochs.
-
-    It goes on after the last whole epoch that is in ``newest``.
-    """
+def _prepared(
+    config: CtrConfig, splits: Splits, seed: int, device: torch.device
+) -> Trainee[Evaluation]:
     rows, num_rows = rows_in_tables(config, splits.rows)
     model = build_model(config, num_rows, seed, device, num_dense=rows.num_dense)
-    optimizers = build_optimizers(config, model)
-    # Dropout differs from rank to rank; all else that is random is drawn the same on each.
-    torch.manual_seed(seed + 1000 * (1 + ranks.rank()))
+    return Trainee(
+        title=config.title,
+        model=model,
+        loss_fn=binary_cross_entropy,
+        optimizers=build_optimizers(config, model),
+        max_grad_norm=config.max_grad_norm,
+        splits=splits._replace(rows=rows),
+        evaluate=lambda batches: evaluate(model, batches),
+        report=_report,
+        score_name="AUC",
+    )
 
-    def batches(numbers: Tensor) -> RowBatches:
-        rank, num_ranks = ranks.rank(), ranks.world_size()
-        return RowBatches(
-            rows, numbers, batch_size=config.batch_size, rank=rank, num_ranks=num_ranks
-        )
 
-    history = History(read_loss_every=10)
-    early_stop = EarlyStop(patience=config.patience, min_improvement=config.min_improvement)
-    trained = TrainingRun(model=model, optimizers=optimizers)
-    state = dataclasses.replace(trained, others={"history": history, "early_stop": early_stop})
-    best = CheckpointFolder(output / "checkpoint", keep=1)
-    newest = CheckpointFolder(output / "newest", keep=1)
-    newest.claim()
-    newest.load(state)
-    output.mkdir(exist_ok=True)
-    epochs = range(len(history.held_out), config.max_epochs)
-    order = torch.Generator().manual_seed(seed)
-    for _ in history.held_out:
-        torch.randperm(len(splits.train), generator=order)
-    with (
-        StopSignal() as stop,
-        Progress(done=history.num_steps, label=f"seed {seed}") as progress,
-        MetricsWriter(output, after_step=history.num_steps) as metrics,
-        TrainPipeline(
-            model,
-            binary_cross_entropy,
-            optimizers,
-            autocast=config.precision.autocast,
-            max_grad_norm=config.max_grad_norm,
-        ) as pipeline,
-    ):
-        for epoch in epochs if early_stop.reason is None else ():
-            shuffled = splits.train[torch.randperm(len(splits.train), generator=order)]
-            train(
-                pipeline,
-                batches(shuffled),
-                history=history,
-                progress=progress,
-                metrics=metrics,
-                stop=stop,
-            )
-            if stop.is_agreed:
-                return Stopped(num_steps=history.num_steps)
-            average_buffers(model)
-            with config.precision.context(device):
-                now = evaluate(model, batches(splits.validation))
-            history.add_evaluation(now)
-            metrics.write(history.num_steps, validation_auc=now.auc, validation_logloss=now.logloss)
-            progress.note(
-                f"seed {seed}, epoch {epoch + 1}: training loss {history.losses[-1].loss:.4f}, "
-                f"validation AUC {now.auc:.5f}, log loss {now.logloss:.4f}"
-            )
-            if early_stop.update(history.num_steps, now.auc):
-                best.save(history.num_steps, trained)
-            elif early_stop.reason is None:
-                for optimizer in optimizers:
-                    for group in optimizer.param_groups:
-                        group["lr"] *= config.lr_decay
-            newest.save(history.num_steps, state)
-            if early_stop.reason is not None:
-                break
-    if early_stop.best_auc is None:
-        raise ValueError("the validation rows must have labels of both kinds, or there is no AUC")
-    best.load(TrainingRun(model=model), early_stop.best_step)
-    if ranks.rank() == 0:
-        plot_history(history, output / "training.png", title=f"{config.title}, seed {seed}")
-    with config.precision.context(device):
-        test = evaluate(model, batches(splits.test))
-    return SeedRun(early_stop.best_auc, test, history, output / "checkpoint")
+def _report(now: Evaluation) -> Report:
+    return Report(
+        score=now.auc,
+        metrics={"validation_auc": now.auc, "validation_logloss": now.logloss},
+        description=f"AUC {now.auc:.5f}, log loss {now.logloss:.4f}",
+    )
 
 
 def build_model(

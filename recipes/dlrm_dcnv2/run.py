@@ -17,7 +17,7 @@ from recipes.dlrm_dcnv2.loop import TrainLoop
 from recipes.dynamic import num_rows, table_size
 from recipes.host_memory import storages
 from recipes.mlperf_log import MlperfLog
-from recipes.ranks import shard_over_ranks, table_device
+from recipes.ranks import check_batch_size, shard_over_ranks, table_device
 from recipes.result import Result, Stopped
 from torchembed.core import ranks
 from torchembed.data import (
@@ -190,10 +190,7 @@ def open_split(config: DlrmConfig, split: Split) -> BatchSource:
 def _reading(config: DlrmConfig) -> dict[str, Any]:
     """How this rank reads batches, whatever they are read from."""
     num_ranks, rank = ranks.world_size(), ranks.rank()
-    if config.batch_size % num_ranks:
-        raise ValueError(
-            f"batch_size must be a multiple of the {num_ranks} ranks, got {config.batch_size}"
-        )
+    check_batch_size(config.batch_size)
     return {
         "batch_size": config.batch_size // num_ranks,
         "rank": rank,

@@ -8,14 +8,14 @@ from torch import Tensor
 
 import torchembed
 from recipes.data_folder import find_data
-from recipes.ranks import shard_over_ranks
+from recipes.ranks import check_batch_size, shard_over_ranks
 from recipes.result import RankingResult, Stopped
 from recipes.sequences.config import CandidateConfig, CandidateModel
 from recipes.sequences.evaluate import Score, evaluate
 from recipes.sequences.interactions import FILES, Interactions, read
 from recipes.sequences.packed import HELD_OUT, HistoryWindows
 from recipes.sequences.samples import SampleBatches, Samples
-from recipes.sequences.seeds import Trainee, check_batch_size, epoch_order, item_table, run_seeds
+from recipes.sequences.seeds import Trainee, epoch_order, item_table, run_seeds
 from torchembed.core import ranks
 from torchembed.models import DIN, Histories, Impressions, TwoTower
 from torchembed.training import BatchLoss
@@ -51,7 +51,7 @@ def two_tower(data: str | Path | None = None) -> CandidateConfig:
 
 def run(config: CandidateConfig, device: torch.device, output: Path) -> RankingResult | Stopped:
     """Train once for each seed."""
-    check_batch_size(config)
+    check_batch_size(config.batch_size)
     data = read(find_data(*FILES, data=config.data))
     samples = Samples(data, max_length=config.max_length, num_left_out=HELD_OUT)
     if len(samples) < config.batch_size:

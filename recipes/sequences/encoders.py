@@ -6,13 +6,13 @@ import torch
 
 import torchembed
 from recipes.data_folder import find_data
-from recipes.ranks import shard_over_ranks
+from recipes.ranks import check_batch_size, shard_over_ranks
 from recipes.result import RankingResult, Stopped
 from recipes.sequences.config import Encoder, SequenceConfig
 from recipes.sequences.evaluate import Score, evaluate
 from recipes.sequences.interactions import FILES, Interactions, read
 from recipes.sequences.packed import HELD_OUT, HistoryWindows, PackedBatches, needed_capacity
-from recipes.sequences.seeds import Trainee, check_batch_size, epoch_order, item_table, run_seeds
+from recipes.sequences.seeds import Trainee, epoch_order, item_table, run_seeds
 from torchembed.core import ranks
 from torchembed.models import HSTU, Histories, NextItem, SASRec
 
@@ -40,7 +40,7 @@ def hstu(data: str | Path | None = None) -> SequenceConfig:
 
 def run(config: SequenceConfig, device: torch.device, output: Path) -> RankingResult | Stopped:
     """Train once for each seed."""
-    check_batch_size(config)
+    check_batch_size(config.batch_size)
     data = read(find_data(*FILES, data=config.data))
     return run_seeds(config, lambda seed: _prepared(config, data, seed, device), output)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import torchembed
 from recipes.result import RankingResult, Stopped
+from recipes.seeds import train_each_seed
 from recipes.sequences.config import RunConfig
 from torchembed.core import ranks
 from torchembed.training import (
@@ -54,15 +55,6 @@ class SeedRun(NamedTuple):
     num_samples: int
 
 
-def check_batch_size(config: RunConfig) -> None:
-    """Raise ``ValueError`` where ranks cannot divide a batch evenly."""
-    if config.batch_size % ranks.world_size():
-        raise ValueError(
-            f"batch_size must be a multiple of the {ranks.world_size()} ranks, "
-            f"got {config.batch_size}"
-        )
-
-
 def run_seeds(
     config: RunConfig, prepare: Callable[[int], Trainee], output: Path
 ) -> RankingResult | Stopped:
@@ -73,12 +65,11 @@ def run_seeds(
         output: for a folder of each seed with ``checkpoint``, from which it goes on,
             ``metrics.jsonl`` and ``training.png``.
     """
-    runs: dict[int, SeedRun] = {}
-    for seed in config.seeds:
-        found = _run_seed(config, prepare(seed), seed, output / f"seed-{seed}")
-        if isinstance(found, Stopped):
-            return found
-        runs[seed] = found
+    runs = train_each_seed(
+        config.seeds, lambda seed, folder: _run_seed(config, prepare(seed), seed, folder), output
+    )
+    if isinstance(runs, Stopped):
+        return runs
     tests = [found.test for found in runs.values()]
     histories = [found.history for found in runs.values()]
     return RankingResult(

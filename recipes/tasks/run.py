@@ -1,48 +1,23 @@
 """Training a model of several tasks with early stopping, once for each seed."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torchembed
-from recipes.ctr.rows import RowBatches, Rows
+from recipes.ctr.early_stopped import Report, SeedRun, Trainee, train_early_stopped
+from recipes.ctr.rows import Rows
 from recipes.ctr.splits import Splits
-from recipes.ranks import shard_over_ranks, table_device
+from recipes.ranks import check_batch_size, shard_over_ranks, table_device
 from recipes.result import Stopped, TasksResult
+from recipes.seeds import train_each_seed
 from recipes.tasks.config import Architecture, TasksConfig
-from torchembed.core import ranks
 from torchembed.models import PLE, MMoE, SharedBottom
-from torchembed.training import (
-    CheckpointFolder,
-    EarlyStop,
-    History,
-    MetricsWriter,
-    MultiTaskLoss,
-    Progress,
-    StopSignal,
-    Task,
-    TaskEvaluations,
-    TrainingRun,
-    TrainPipeline,
-    average_buffers,
-    evaluate,
-    plot_history,
-    train,
-)
-
-
-class SeedRun(NamedTuple):
-    """One training, its model as good on the validation rows as it got."""
-
-    validation_score: float
-    test: TaskEvaluations
-    history: History
-    checkpoint: Path
+from torchembed.training import MultiTaskLoss, Task, TaskEvaluations, evaluate
 
 
 def chosen_tasks(config: TasksConfig, tasks: Sequence[Task]) -> tuple[Task, ...]:
@@ -81,17 +56,15 @@ def run_seeds(
         output: for a folder of each seed with ``checkpoint``, its best, ``newest``, from which it
             goes on, ``metrics.jsonl`` and ``training.png``.
     """
-    if config.batch_size % ranks.world_size():
-        raise ValueError(
-            f"batch_size must be a multiple of the {ranks.world_size()} ranks, "
-            f"got {config.batch_size}"
-        )
-    runs: dict[int, SeedRun] = {}
-    for seed in config.seeds:
-        run = run_seed(config, tasks, read(seed), seed, device, output / f"seed-{seed}")
-        if isinstance(run, Stopped):
-            return run
-        runs[seed] = run
+    check_batch_size(config.batch_size)
+
+    def run_seed(seed: int, folder: Path) -> SeedRun[TaskEvaluations] | Stopped:
+        trainee = _prepared(config, tasks, read(seed), seed, device)
+        return train_early_stopped(config, trainee, seed, device, folder)
+
+    runs = train_each_seed(config.seeds, run_seed, output)
+    if isinstance(runs, Stopped):
+        return runs
     by_seed = {seed: run.test.scalars() for seed, run in runs.items()}
     histories = [run.history for run in runs.values()]
     best = max(runs.values(), key=lambda run: run.validation_score)
@@ -108,99 +81,29 @@ def run_seeds(
     )
 
 
-def run_seed(
-    config: TasksConfig,
-    tasks: Sequence[Task],
-    splits: Splits,
-    seed: int,
-    device: torch.device,
-    output: Path,
-) -> SeedRun | Stopped:
-    """Train until the score on the validation rows has not improved for some epochs.
-
-    It goes on after the last whole epoch that is in ``newest``.
-    """
+def _prepared(
+    config: TasksConfig, tasks: Sequence[Task], splits: Splits, seed: int, device: torch.device
+) -> Trainee[TaskEvaluations]:
     model = build_model(config, tasks, splits.rows, seed, device)
-    optimizers = build_optimizers(config, model)
-    # Dropout differs from rank to rank; all else that is random is drawn the same on each.
-    torch.manual_seed(seed + 1000 * (1 + ranks.rank()))
-
-    def batches(numbers: Tensor) -> RowBatches:
-        rank, num_ranks = ranks.rank(), ranks.world_size()
-        return RowBatches(
-            splits.rows, numbers, batch_size=config.batch_size, rank=rank, num_ranks=num_ranks
-        )
-
-    def quality(numbers: Tensor) -> TaskEvaluations:
-        average_buffers(model)
-        with config.precision.context(device):
-            return evaluate(model, batches(numbers), tasks=tasks)
-
-    history = History(read_loss_every=10)
-    early_stop = EarlyStop(
-        patience=config.patience,
-        min_improvement=config.min_improvement,
+    return Trainee(
+        title=config.architecture.value,
+        model=model,
+        loss_fn=MultiTaskLoss(tasks),
+        optimizers=build_optimizers(config, model),
+        splits=splits,
+        evaluate=lambda batches: evaluate(model, batches, tasks=tasks),
+        report=lambda now: _report(now, config.stop_on),
         score_name=config.stop_on or "mean score",
     )
-    trained = TrainingRun(model=model, optimizers=optimizers)
-    state = dataclasses.replace(trained, others={"history": history, "early_stop": early_stop})
-    best = CheckpointFolder(output / "checkpoint", keep=1)
-    newest = CheckpointFolder(output / "newest", keep=1)
-    newest.claim()
-    newest.load(state)
-    output.mkdir(exist_ok=True)
-    epochs = range(len(history.held_out), config.max_epochs)
-    order = torch.Generator().manual_seed(seed)
-    for _ in history.held_out:
-        torch.randperm(len(splits.train), generator=order)
-    with (
-        StopSignal() as stop,
-        Progress(done=history.num_steps, label=f"seed {seed}") as progress,
-        MetricsWriter(output, after_step=history.num_steps) as metrics,
-        TrainPipeline(
-            model, MultiTaskLoss(tasks), optimizers, autocast=config.precision.autocast
-        ) as pipeline,
-    ):
-        for epoch in epochs if early_stop.reason is None else ():
-            shuffled = splits.train[torch.randperm(len(splits.train), generator=order)]
-            train(
-                pipeline,
-                batches(shuffled),
-                history=history,
-                progress=progress,
-                metrics=metrics,
-                stop=stop,
-            )
-            if stop.is_agreed:
-                return Stopped(num_steps=history.num_steps)
-            now = quality(splits.validation)
-            history.add_evaluation(now)
-            scalars = now.scalars()
-            metrics.write(
-                history.num_steps,
-                **{f"validation/{name}": value for name, value in scalars.items()},
-            )
-            described = ", ".join(f"{name} {value:.5f}" for name, value in scalars.items())
-            progress.note(
-                f"seed {seed}, epoch {epoch + 1}: training loss {history.losses[-1].loss:.4f}, "
-                f"validation {described}"
-            )
-            if early_stop.update(history.num_steps, now.score(config.stop_on)):
-                best.save(history.num_steps, trained)
-            elif early_stop.reason is None:
-                for optimizer in optimizers:
-                    for group in optimizer.param_groups:
-                        group["lr"] *= config.lr_decay
-            newest.save(history.num_steps, state)
-            if early_stop.reason is not None:
-                break
-    if early_stop.best_auc is None:
-        raise ValueError("the validation rows must have different labels, or there is no score")
-    best.load(TrainingRun(model=model), early_stop.best_step)
-    if ranks.rank() == 0:
-        title = f"{config.architecture.value}, seed {seed}"
-        plot_history(history, output / "training.png", title=title)
-    return SeedRun(early_stop.best_auc, quality(splits.test), history, output / "checkpoint")
+
+
+def _report(now: TaskEvaluations, stop_on: str | None) -> Report:
+    scalars = now.scalars()
+    return Report(
+        score=now.score(stop_on),
+        metrics={f"validation/{name}": value for name, value in scalars.items()},
+        description=", ".join(f"{name} {value:.5f}" for name, value in scalars.items()),
+    )
 
 
 def build_model(

@@ -1,4 +1,4 @@
-"""Early stopping: at a target AUC, or when the AUC or another score no longer improves."""
+"""Early stopping: at a target score, or when the score no longer improves."""
 
 import dataclasses
 import math
@@ -8,15 +8,16 @@ from torch.optim.optimizer import StateDict
 
 @dataclasses.dataclass
 class EarlyStop:
-    """Tracks the best AUC and decides when to stop; ranks that pass equal AUCs decide alike.
+    """Tracks the best score and decides when to stop; ranks that pass equal scores decide alike.
 
-    Another score that is greater for better models serves as well, such as that of one of several
-    tasks, or their mean, by :meth:`TaskEvaluations.score <torchembed.training.TaskEvaluations>`.
+    The score is the AUC, whence the names of arguments and attributes, or any other number that is
+    greater for better models, such as the score of one of several tasks, or their mean, by
+    :meth:`TaskEvaluations.score <torchembed.training.TaskEvaluations>`.
 
     Args:
-        target_auc: stop at this AUC or a better one.
+        target_auc: stop at this score or a better one.
         patience: stop after this number of evaluations in a row without an improvement.
-        min_improvement: least increase of the AUC that counts as an improvement.
+        min_improvement: least increase of the score that counts as an improvement.
         score_name: the name of the score, for :attr:`reason`.
     """
 
@@ -25,8 +26,9 @@ class EarlyStop:
     min_improvement: float = 0.0
     score_name: str = "AUC"
     best_auc: float | None = dataclasses.field(default=None, init=False)
+    """The best score so far; None before there is one."""
     best_step: int = dataclasses.field(default=0, init=False)
-    """Step of the best AUC."""
+    """Step of the best score."""
     num_worse: int = dataclasses.field(default=0, init=False)
     """Evaluations since the best one."""
 
@@ -37,7 +39,8 @@ class EarlyStop:
             raise ValueError(f"min_improvement must not be negative, got {self.min_improvement}")
 
     def update(self, step: int, auc: float) -> bool:
-        """Record an evaluation. Returns True where it is the best so far; NaN never is."""
+        """Record an evaluation, by its score. Returns True where it is the best so far; NaN never
+        is."""
         best = -math.inf if self.best_auc is None else self.best_auc
         if auc > best and auc >= best + self.min_improvement:
             self.best_auc, self.best_step, self.num_worse = auc, step, 0
@@ -47,7 +50,7 @@ class EarlyStop:
 
     @property
     def has_reached_target(self) -> bool:
-        """True where the best AUC is the target or better."""
+        """True where the best score is the target or better."""
         best, target = self.best_auc, self.target_auc
         return best is not None and target is not None and best >= target
 
@@ -64,7 +67,7 @@ class EarlyStop:
         return None
 
     def state_dict(self) -> StateDict:
-        """The best AUC and its step, without the limits."""
+        """The best score and its step, without the limits."""
         names = ("best_auc", "best_step", "num_worse")
         return {name: getattr(self, name) for name in names}
 
