@@ -22,14 +22,14 @@ from torchembed.models import DLRM, DLRM_DCNv2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What answers, and how often."""
+    """Settings of the measurement."""
 
     batch_sizes: tuple[int, ...] = (1, 128, 2048)
     kinds: tuple[str, ...] = ("one id", "fixed", "jagged")
-    """Of bags: one id, ``hotness`` of them, or up to twice as many."""
+    """Bags of one id, of ``hotness`` ids, and of up to twice as many."""
     num_features: int = 26
     num_rows: int = 50_000
-    """Of each table."""
+    """Rows of each table."""
     dim: int = 32
     hotness: int = 10
     """Ids of a sample in fixed bags, and the mean of jagged ones."""

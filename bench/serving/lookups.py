@@ -39,22 +39,22 @@ _CHUNK_ROWS = 1 << 18
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is looked up."""
+    """Settings of the measurements."""
 
     device: str = "cuda"
     num_tables: int = 26
     rows_per_table: int = 20_000
-    """Of the lookups and the model, all cached."""
+    """Rows of each table of the lookups and of the model, all cached."""
     dim: int = 128
     num_keys: int = 2_000
-    """Of all tables together, of one lookup."""
+    """Keys of one lookup, over all tables together."""
     num_calls: int = 1_000
     """Timed calls of the smallest lookups and forwards; of larger ones as many as take a second."""
     batch_sizes: tuple[int, ...] = (32, 1024, 65_536)
     large_rows: int = 4_000_000
-    """Of the table whose cache has a tenth of the rows."""
+    """Rows of the table whose cache holds a tenth of them."""
     large_keys: int = 1 << 20
-    """Of one lookup in it."""
+    """Keys of one lookup in that table."""
     exponent: float = 1.05
     seconds: float = 1.0
     """The most time of one measurement."""

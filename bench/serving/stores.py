@@ -29,7 +29,7 @@ from torchembed.stores import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is written and read."""
+    """Settings of the measurements."""
 
     num_rows: int = 200_000
     line_bytes: int = 512

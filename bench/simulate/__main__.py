@@ -29,7 +29,7 @@ HARDWARE = {hardware.name: hardware for hardware in GPUS}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to simulate."""
+    """Settings of the simulation."""
 
     hardware: Literal["H100", "H200"] = "H200"
     gpus: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Engine(enum.Enum):
-    """What a task runs on."""
+    """Parts of a machine that tasks run on."""
 
     MULTIPROCESSORS = "multiprocessors"
     WIRES = "wires"
@@ -38,7 +38,7 @@ class Sharing(NamedTuple):
 
 
 FITTED = Sharing(shared=0.6, wire_shared=0.7)
-"""What ``python -m bench.simulate --fit`` finds for the steps in ``bench/results``."""
+"""The sharing that fits the steps in ``bench/results``: ``python -m bench.simulate --fit``."""
 
 
 class Span(NamedTuple):

@@ -26,7 +26,7 @@ from bench.training.recipe_process import train_recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate:
-    """What is published of a recipe's model, and what its mean over seeds must reach."""
+    """Published quality of a recipe's model, and what its mean over seeds must reach."""
 
     recipe: str
     auc: float
@@ -57,7 +57,7 @@ GATES = (
 )
 LINEAR, PAIRS = "lr.frappe", "fm.frappe"
 LEAST_STEPS = {LINEAR: 0.02, PAIRS: 0.01}
-"""By how much the AUC of a model is below that of all models of a higher degree."""
+"""The least that the AUC of a model is below those of all models of a higher degree."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Config:
     flags: str = ""
     """Further flags of the recipes, as ``--flags="--max-epochs 2"``; no gate applies then."""
     folder: Path = Path("runs/click_quality")
-    """Of the trainings."""
+    """Folder that the trainings are kept in."""
     output: Path | None = None
     """JSON to write the rows to."""
 
@@ -131,7 +131,7 @@ def mean_of(rows: Sequence[Row], gate: Gate) -> Row:
 
 
 def missed_gates(means: Sequence[Row]) -> list[str]:
-    """What the means miss."""
+    """The gates that means miss, a line each."""
     missed = []
     for row in means:
         recipe, least, most = row["recipe"], row["least_auc"], row["most_logloss"]

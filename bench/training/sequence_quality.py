@@ -30,7 +30,7 @@ PUBLISHED: dict[str, Row] = {
 }
 GATES = {"sasrec": {"hr_10": 0.275, "ndcg_10": 0.153}}
 HSTU_LEAD = 0.01
-"""By how much more HSTU's hit rate at 10 must be than SASRec's of the same run."""
+"""The least lead of HSTU's hit rate at 10 over SASRec's of the same run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def mean_of(rows: Sequence[Row], recipe: str) -> Row:
 
 
 def missed_gates(means: Sequence[Row]) -> list[str]:
-    """What the means of whole trainings miss."""
+    """The gates that means of whole trainings miss, a line each."""
     by_recipe = {row["recipe"]: row for row in means}
     gates = {recipe: dict(found) for recipe, found in GATES.items()}
     if "sasrec" in by_recipe:

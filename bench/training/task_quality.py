@@ -124,7 +124,7 @@ def mean_of(rows: Sequence[Row], run: Run) -> Row:
 
 
 def missed_gates(means: Sequence[Row]) -> list[str]:
-    """What the means of whole trainings miss."""
+    """The gates that means of whole trainings miss, a line each."""
     found = {(row["data"], row["model"]): row for row in means}
     missed = []
     if ("ml1m", "MMoE") in found:

@@ -23,7 +23,7 @@ class Collections(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStoppedConfig:
-    """What all runs have that train until the score on the validation rows no longer improves."""
+    """Settings of runs that train until the score on the validation rows no longer improves."""
 
     # A string first: the command line takes the first that fits, and a Path takes a slash of URLs.
     data: str | Path | None = None

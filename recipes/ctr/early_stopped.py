@@ -39,7 +39,7 @@ class Report(NamedTuple):
     score: float
     """A number that is greater for better models."""
     metrics: Mapping[str, float]
-    """By their names in ``metrics.jsonl``."""
+    """Metrics, by their names in ``metrics.jsonl``."""
     description: str
     """The metrics, in words."""
 

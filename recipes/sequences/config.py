@@ -8,14 +8,14 @@ from recipes.precision import Precision
 
 
 class Encoder(enum.Enum):
-    """What encodes histories."""
+    """Encoders of histories."""
 
     SASREC = "SASRec"
     HSTU = "HSTU"
 
 
 class CandidateModel(enum.Enum):
-    """What is trained on candidates."""
+    """Models that are trained on candidates."""
 
     DIN = "DIN"
     TWO_TOWER = "two towers"
@@ -23,8 +23,8 @@ class CandidateModel(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What all runs of sequence models have: one training for each seed; the result is their
-    mean."""
+    """Settings that all runs of sequence models have: one training for each seed; the result is
+    their mean."""
 
     # A string first: the command line takes the first that fits, and a Path takes a slash of URLs.
     data: str | Path | None = None
@@ -40,7 +40,7 @@ class RunConfig:
     """Most items of a history, the newest."""
     embedding_dim: int = 50
     temperature: float = 0.05
-    """Of softmaxes over items."""
+    """Temperature of softmaxes over items."""
     embedding_std: float = 0.02
     """Standard deviation of the item table's initial values, which are normal, cut at two of it."""
     batch_size: int = 128

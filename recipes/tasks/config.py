@@ -7,7 +7,7 @@ from recipes.ctr.config import EarlyStoppedConfig
 
 
 class Architecture(enum.Enum):
-    """What a model has below its towers."""
+    """Parts of models below their towers."""
 
     SHARED_BOTTOM = "shared bottom"
     """One MLP for all tasks; with one task, a model of its own."""

@@ -21,7 +21,7 @@ from torchembed.training import MultiTaskLoss, Task, TaskEvaluations, evaluate
 
 
 def chosen_tasks(config: TasksConfig, tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Those of the data's ``tasks`` that are to be trained.
+    """The tasks to train, of the data's ``tasks``.
 
     Raises:
         ValueError: for a name of none of them, or a task to stop on that is not trained.

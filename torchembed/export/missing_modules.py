@@ -3,7 +3,7 @@
 import importlib.util
 
 EXPORT_MODULES = ("onnx", "onnxscript", "onnxruntime")
-"""What ``pip install 'torchembed[export]'`` brings."""
+"""Modules that ``pip install 'torchembed[export]'`` brings."""
 
 
 def check_installed(what: str) -> None:

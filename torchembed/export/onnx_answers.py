@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import onnxruntime
 
 _NUM_ROUNDINGS = 84
-"""Of the narrowest dtype of the weights: 1e-5 in float32."""
+"""Units of rounding that answers may differ by, of the weights' narrowest dtype: 1e-5 in
+float32."""
 _WORD = re.compile(r"[\w.]+")
 
 

@@ -16,7 +16,7 @@ SIGNATURE = "torchembed"
 
 
 def signature_of(traced: TracedModel) -> dict[str, Any]:
-    """What :func:`load_pt2` needs to know of a package, fit for JSON."""
+    """Description of a package that :func:`load_pt2` reads, fit for JSON."""
     parameters = dict(traced.graph.named_parameters())
     return {
         "inputs": [

@@ -109,7 +109,7 @@ class _Block(nn.Module):
         self.projections = nn.Linear(dim, 4 * dim, bias=False, device=device)
         self.out = nn.Linear(dim, dim, device=device)
         self.distance_bias = nn.Parameter(torch.empty(max_length, device=device))
-        """Of an item itself, of the one before it, and so on."""
+        """Biases of an item on itself, on the one before it, and so on."""
         self.time_bias = nn.Parameter(torch.empty(num_time_buckets, device=device))
         for weight in (self.projections.weight, self.distance_bias, self.time_bias):
             nn.init.normal_(weight, std=0.02)

@@ -1,5 +1,5 @@
-"""What models over an embedding bag collection share: widths of pooled vectors, and dense features
-beside them."""
+"""Common parts of models over an embedding bag collection: widths of pooled vectors, and dense
+features beside them."""
 
 from collections.abc import Callable, Sequence
 

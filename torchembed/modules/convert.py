@@ -74,7 +74,7 @@ def _is_torchs(module: nn.Module) -> bool:
 
 
 def _hindrances(module: nn.Module) -> Iterator[str]:
-    """What ``module`` has and ours would not have."""
+    """Properties of ``module`` that ours would not have."""
     assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
     if module.max_norm is not None:
         yield f"max_norm={module.max_norm}"

@@ -11,7 +11,7 @@ from torchembed.ops.sequence_lookup.schema import sequence_lookup_forward_op
 
 
 class PaddedLayout(NamedTuple):
-    """Where the rows of bags are in a dense tensor ``[B, length, ...]``, both ways.
+    """Places of the rows of bags in a dense tensor ``[B, length, ...]``, both ways.
 
     For what is padded and packed several times by one layout, of float32, float16 or bfloat16 by
     the kernels of lookups. Backward looks up too, so that nothing is added in any order.

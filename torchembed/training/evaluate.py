@@ -159,7 +159,7 @@ def _called(model: nn.Module, batch: Batch | LabeledInputs) -> Tree:
 
 
 def _two_parts(found: object, are_of_tasks: bool) -> tuple[Tree, Tree]:
-    """What ``predictions`` gave."""
+    """Results of ``predictions``."""
     parts = found if isinstance(found, (tuple, list)) else (found,)
     if len(parts) != 2 or not (are_of_tasks or all(isinstance(part, Tensor) for part in parts)):
         given = ", ".join(type(part).__name__ for part in parts)
@@ -187,7 +187,7 @@ def _columns(output: Tree, labels: Tree, *, is_predicted: bool) -> tuple[Tensor,
 
 
 def _columns_of_tasks(output: Tree, labels: Tree, tasks: Sequence[Task]) -> list[Tensor]:
-    """Of each task its output, its labels, and where these are known."""
+    """Each task's output, its labels, and where these are known."""
     of_tasks = task_labels(labels, tasks)
     columns: list[Tensor] = []
     for task in tasks:

@@ -21,7 +21,8 @@ def line_of_failure(
     others: tuple[Any, ...],
     shapes: Any,
 ) -> str:
-    """Where in ``model`` the code is that torch.export refused, as :class:`SourceLines` says it.
+    """The place in ``model`` of the code that torch.export refused, as :class:`SourceLines` says
+    it.
 
     Args:
         error: what torch.export raised for ``part``, which runs ``model``.

@@ -24,7 +24,7 @@ _SETTINGS = (
 
 
 class Vectors(NamedTuple):
-    """What a lookup gives.
+    """The result of a lookup.
 
     Attributes:
         values: ``[B, D]``; ``[B, hotness, D]`` or ``[L, D]`` of lookups of each id's vector.

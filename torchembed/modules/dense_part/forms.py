@@ -1,4 +1,4 @@
-"""What the dense part of a model takes and gives, and how features reach tables."""
+"""Inputs and outputs of a model's dense part, and how features reach tables."""
 
 import dataclasses
 import enum
@@ -8,7 +8,7 @@ DEFAULT_ROWS = "default_rows"
 
 
 class Combining(enum.Enum):
-    """What becomes of the vectors of a bag's ids."""
+    """Treatment of the vectors of a bag's ids."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -17,7 +17,7 @@ class Combining(enum.Enum):
 
 
 class BadIds(enum.Enum):
-    """What becomes of ids outside ``[0, num_ids)``."""
+    """Treatment of ids outside ``[0, num_ids)``."""
 
     RAISE = "raise"
     CLAMP = "clamp"
@@ -25,14 +25,14 @@ class BadIds(enum.Enum):
 
 
 class ArgumentKind(enum.Enum):
-    """Where an argument of the dense part comes from."""
+    """Source of an argument of the dense part."""
 
     INPUT = "input"
     """A dense input of the request."""
     IDS = "ids"
     """The ids of a feature of fixed hotness, int64 ``[B, hotness]``."""
     VECTORS = "vectors"
-    """What a lookup gives: ``[B, D]``, ``[B, hotness, D]``, or ``[L, D]`` of jagged features."""
+    """The result of a lookup: ``[B, D]``, ``[B, hotness, D]``, or ``[L, D]`` of jagged features."""
     LENGTHS = "lengths"
     """Lengths of the bags of a lookup of a jagged feature, int64 ``[B]``."""
     UNUSED = "unused"
@@ -45,9 +45,9 @@ class DenseInput:
 
     name: str
     dtype: str
-    """Of numpy."""
+    """Name of the dtype in numpy."""
     shape: tuple[int, ...]
-    """Of one sample."""
+    """Shape of one sample."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,13 +78,13 @@ class Argument:
 
     kind: ArgumentKind
     name: str
-    """Of the input or feature; of the argument itself where it is unused."""
+    """Name of the input or feature, or of the argument itself where it is unused."""
     lookup: int = -1
     """Position of the lookup."""
     shape: tuple[int, ...] = ()
-    """Of an unused argument; -1 stands for the number of samples."""
+    """Shape of an unused argument; -1 stands for the number of samples."""
     dtype: str = ""
-    """Of an unused argument, of torch."""
+    """Name of an unused argument's dtype in torch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,4 +93,4 @@ class Output:
 
     name: str
     shape: tuple[int, ...]
-    """Of one sample."""
+    """Shape of one sample."""

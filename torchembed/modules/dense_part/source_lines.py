@@ -37,8 +37,8 @@ class SourceLines:
         )
 
     def of_error(self, error: BaseException) -> str:
-        """Where ``error`` was raised, as ``", at <file>, line <n>: <code>"``; empty where that is
-        not in the model."""
+        """The place where ``error`` was raised, as ``", at <file>, line <n>: <code>"``; empty where
+        that is not in the model."""
         frames = traceback.extract_tb(error.__traceback__)
         return self.of_lines(SourceLine(f.filename, f.lineno or 0, f.line or "") for f in frames)
 

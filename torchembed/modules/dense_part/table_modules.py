@@ -28,7 +28,7 @@ class TableSource(NamedTuple):
     """Ids are in ``[0, num_ids)``; None for any."""
     bad_ids: BadIds
     missing: object
-    """What an id without a row is looked up as."""
+    """The value that ids without a row are looked up as."""
 
     def default(self, given: float | None) -> float:
         """All elements of the vector of an id without a row.

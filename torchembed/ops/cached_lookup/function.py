@@ -19,7 +19,7 @@ class LineCopies(NamedTuple):
 
 
 class LineUse(NamedTuple):
-    """What a lookup notes of the rows that it finds."""
+    """Notes that a lookup takes of the rows that it finds."""
 
     epoch: Tensor | None
     """int64 ``[1]``, which becomes one more, and then the last use of the rows; None where uses are

@@ -19,7 +19,7 @@ def cached_lookup_reference(call: CachedLookup) -> LookupResults:
 
 
 def touch_of(call: CachedLookup, slots: Tensor) -> SlotTouch | None:
-    """What the lookup changes in the tables; begins a new epoch."""
+    """Change the tables as the lookup does, and begin a new epoch."""
     if call.counters is None:
         return None
     if call.epoch is not None:

@@ -73,7 +73,7 @@ def read_model(values: Any, path: str, left_out: list[str], *, is_fused: bool) -
 
 
 def _tables(section: Section, *, is_fused: bool) -> dict[str, HugectrRows]:
-    """Where the rows of each table are."""
+    """Sources of each table's rows."""
     names = section.take_list("embedding_table_names", str)
     files = section.take_any("sparse_files")
     path = section.path_of("sparse_files")

@@ -114,7 +114,7 @@ class PersistentConfig:
 
     path: Path
     is_read_only: bool = False
-    """Whether its rows are served as they are, and neither loaded nor updated. Any number of
+    """True where its rows are served as they are, and neither loaded nor updated. Any number of
     processes may read it so at once, while none writes it."""
     is_loaded: bool = True
     """Whether rows of models are written to it when these are loaded; False where it has them."""

@@ -72,7 +72,7 @@ class ModelConfig:
     """By table: all elements of the vector of an id that has no row, in place of what the model
     folder says."""
     hugectr_rows: Mapping[str, HugectrRows] = dataclasses.field(default_factory=dict)
-    """By table: rows that are loaded in place of those in the model folder."""
+    """Rows of tables, by name, that are loaded in place of those in the model folder."""
     rows: RowsOf = RowsOf.SHARED
     cache: CacheConfig = CacheConfig()
 

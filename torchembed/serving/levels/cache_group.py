@@ -29,9 +29,9 @@ class LoadedCounts(NamedTuple):
     """Counts of rows that could not be loaded."""
 
     num_changed: int
-    """Those whose keys had another row; nothing was loaded then."""
+    """Rows whose keys had another row; nothing was loaded then."""
     num_refused: int
-    """Those for which there was no room."""
+    """Rows for which there was no room."""
 
 
 class Bags(NamedTuple):
@@ -45,7 +45,7 @@ class Bags(NamedTuple):
     pooling: Pooling
 
     def has_one_id(self) -> bool:
-        """Whether each bag has exactly one id, which counts as it is."""
+        """True where each bag has exactly one id, which counts as it is."""
         is_one = self.hotness is not None and set(self.hotness) == {1}
         return is_one and self.per_id_weights is None
 
@@ -135,7 +135,7 @@ class CacheGroup:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the rows are a matrix on the device, which can be pooled as it is."""
+        """True where the rows are a matrix on the device, which can be pooled as it is."""
         return not self.row_format.has_scale and isinstance(self.memory, DeviceLines)
 
     def pool(self, found: FoundLines, bags: Bags) -> Tensor:

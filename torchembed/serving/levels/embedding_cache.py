@@ -196,7 +196,7 @@ class EmbeddingCache:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether rows can be pooled without being read first."""
+        """True where rows can be pooled without being read first."""
         return all(shard.is_matrix for shards in self._groups for shard in shards)
 
     def look_up(self, keys: Tensor, tables: Tensor) -> CachedRows:

@@ -64,8 +64,8 @@ class FeaturePlan:
         self._of_forms: KeptTensors[object, Tensor] = KeptTensors(_NUM_FORMS)
 
     def reads(self, features: SparseFeatures) -> bool:
-        """Whether a lookup of ``features`` is to read each id's row: where some vectors are rows as
-        they are, and where the cache cannot be pooled straight."""
+        """True where a lookup of ``features`` is to read each id's row: where some vectors are rows
+        as they are, and where the cache cannot be pooled straight."""
         one_id = features.hotness is not None and set(features.hotness) == {1}
         is_as_it_is = one_id and features.weights is None
         return (

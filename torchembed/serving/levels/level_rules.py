@@ -1,4 +1,4 @@
-"""What a level takes, and which part of a table it is given as that is loaded."""
+"""Rules of a level: what it takes, and which part of a table it is given as that is loaded."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class LoadedPart(NamedTuple):
     begin: int
     """The place of the first of them among all rows of the table."""
     num_rows: int
-    """Of the whole table."""
+    """Rows of the whole table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,10 @@ class LevelRules:
     """The part of each table, from 0 to 1, that is written to the level as the table is loaded: its
     first rows. The other rows are deleted from it."""
     is_own: bool = False
-    """Whether nobody but this process writes to the level, and it begins empty. Another one is left
-    as it is where ``initial_share`` is 0: it has rows from elsewhere."""
+    """True where nobody but this process writes to the level, and it begins empty. Another one is
+    left as it is where ``initial_share`` is 0: it has rows from elsewhere."""
     inserts_missed_rows: bool = True
-    """Whether rows that only a lower level had are written to it as they are read."""
+    """True where rows that only a lower level had are written to it as they are read."""
     max_batch_rows: int | None = None
     """Rows of one write; None for as many as come."""
 

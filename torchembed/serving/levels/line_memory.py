@@ -67,7 +67,7 @@ class HostLines:
         """Which lines have a copy on the device."""
 
     def read(self, slots: Tensor) -> Tensor:
-        """As :meth:`DeviceLines.read`."""
+        """Read lines, as :meth:`DeviceLines.read` does."""
         copies = find_cached(self._cache.slot_of_row, slots)
         numbers = read_rows(
             self.copies.view(self._dtype), self.lines.view(self._dtype), copies, slots
@@ -75,7 +75,7 @@ class HostLines:
         return numbers.view(torch.uint8)
 
     def write(self, slots: Tensor, lines: Tensor) -> None:
-        """As :meth:`DeviceLines.write`."""
+        """Write lines, as :meth:`DeviceLines.write` does."""
         num_lines = len(slots)
         if not num_lines:
             return

@@ -187,8 +187,8 @@ class RowLevels:
             self._update(table, some_keys, some_lines)
 
     def load_lines(self, table: str, keys: Tensor, lines: Tensor, part: LoadedPart) -> None:
-        """As :meth:`write_lines`, of a part of a table that is being loaded: each level but the
-        lowest takes what is within its initial share.
+        """Write lines of a part of a table that is being loaded, as :meth:`write_lines` does: each
+        level but the lowest takes what is within its initial share.
 
         Args:
             keys: int64 ``[n]`` on the CPU, each once.

@@ -20,7 +20,7 @@ class StaleMarks:
         self._table = records.table(f"torchembed.stale_rows.{level}", 1)
 
     def tables(self, names: Iterable[str]) -> set[str]:
-        """Those of the tables ``names`` that are marked.
+        """The marked ones of the tables ``names``.
 
         Raises:
             RowStoreError, OSError: where records cannot be read.

@@ -1,4 +1,4 @@
-"""What lookups leave to a thread behind them."""
+"""Work that lookups leave to a thread behind them."""
 
 from typing import NamedTuple
 

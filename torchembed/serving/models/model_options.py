@@ -27,15 +27,16 @@ class ModelOptions:
 
     make_lookup: LookupFactory
     row_bytes: RowBytes = volatile_memory_bytes
-    """Of the stores of ``make_lookup``; by default as one ``VolatileMemoryStore`` takes."""
+    """Memory that rows take in the stores of ``make_lookup``; by default one
+    ``VolatileMemoryStore``'s."""
     device: torch.device = torch.device("cpu")
-    """Of the dense part."""
+    """Device of the dense part."""
     row_format: RowFormat = RowFormat.FP32
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """By table: each element of the row that ids without one are answered by, in place of what the
     folder says."""
     hugectr_folders: Mapping[str, Sequence[Path]] = dataclasses.field(default_factory=dict)
-    """By table: folders of HugeCTR that have its rows, in place of the model folder."""
+    """Folders of HugeCTR, by table, that have its rows in place of the model folder."""
     num_latest_versions: int = 1
     """So many of the newest versions answer."""
     versions: tuple[int, ...] = ()

@@ -125,7 +125,8 @@ class GrpcService:
         messages: Iterator[bytes],
         context: grpc.ServicerContext,
     ) -> bytes:
-        """What every call goes through: its token, its message, its errors and the access log."""
+        """Handle what every call goes through: its token, its message, its errors and the access
+        log."""
         began = time.perf_counter()
         is_health = name in ("ServerLive", "ServerReady")
         entered, num_bytes = False, 0

@@ -23,7 +23,7 @@ from torchembed.stores import (
 )
 
 _ROCKSDB_KEY_BYTES = 6
-"""Of filters and indexes by which RocksDB finds a key."""
+"""Bytes a key of the filters and indexes by which RocksDB finds it."""
 
 
 class StoreStack(NamedTuple):
@@ -77,8 +77,8 @@ def open_stores(config: ServerConfig, stack: contextlib.ExitStack) -> StoreStack
 
 
 def row_bytes_of(config: ServerConfig) -> RowBytes:
-    """What rows take of the memory of a server's process: in its volatile memory, and to be found
-    in RocksDB. Rows in Redis take that of its own processes."""
+    """Bytes that rows take of the memory of a server's process: in its volatile memory, and to be
+    found in RocksDB. Rows in Redis take that of its own processes."""
 
     def row_bytes(num_rows: int, line_bytes: int) -> int:
         num_bytes, volatile = 0, config.volatile

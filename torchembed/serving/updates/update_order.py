@@ -19,7 +19,7 @@ class _Place(NamedTuple):
     """None for the dense part."""
     partition: int
     publisher: int | None
-    """Of sequence numbers; None for versions, which all publishers have in common."""
+    """The publisher of sequence numbers; None for versions, which all publishers have in common."""
 
 
 class _Position(NamedTuple):
@@ -122,7 +122,7 @@ class UpdateOrder:
 
 
 def _places(update: Update) -> tuple[_Place, _Place]:
-    """Where the sequence number and the version of an update are remembered."""
+    """Places where the sequence number and the version of an update are remembered."""
     table = update.table if isinstance(update, RowUpdate) else None
     partition = update.origin.partition
     versions = _Place(update.model, table, partition, None)

@@ -6,7 +6,8 @@ from torchembed.ops.hash_table import BLOCK_SLOTS
 from torchembed.stores.volatile.options import OverflowPolicy, VolatileOptions
 
 _SLOT_BYTES = 25
-"""Of the index: a key, its digest, the time of its last access, and the number of its row."""
+"""Bytes of a slot of the index: a key, its digest, the time of its last access, and the number of
+its row."""
 _COUNT_BYTES = 8
 _MOVE_BYTES = 8
 """For each slot of the index before it grows, while it does."""
