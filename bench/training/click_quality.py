@@ -9,19 +9,20 @@ with those that had not ended. ``--output`` is written after each training.
 """
 
 import dataclasses
+import functools
 import json
 import re
 import shlex
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import tyro
 
 from bench.report.result_file import Row, write_results
 from bench.training.recipe_process import train_recipe
+from bench.training.trainings import exit_by_gates, train_all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,6 +154,14 @@ def missed_gates(means: Sequence[Row]) -> list[str]:
 HEADER = "recipe                    AUC  deviation  published  gate     log loss  published  gate"
 
 
+def line_of_training(row: Row) -> str:
+    """A training as a line."""
+    return (
+        f"{row['recipe']}, seed {row['seed']}: AUC {row['auc']:.5f}, log loss "
+        f"{row['logloss']:.4f}, {row['num_steps']} steps, {row['seconds']:.0f} s"
+    )
+
+
 def line(row: Row) -> str:
     """A mean as a line of the table."""
     least, most = row["least_auc"], row["most_logloss"]
@@ -167,27 +176,17 @@ def line(row: Row) -> str:
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     gates = [gate for gate in GATES if re.search(config.recipes, gate.recipe)]
-    start, rows, failed = time.perf_counter(), list[Row](), list[str]()
-    with ThreadPoolExecutor(max_workers=config.processes) as pool:
-        runs = [
-            pool.submit(trained, config, gate.recipe, seed)
+    start = time.perf_counter()
+    rows, failed = train_all(
+        (
+            functools.partial(trained, config, gate.recipe, seed)
             for gate in gates
             for seed in config.seeds
-        ]
-        for run in as_completed(runs):
-            if error := run.exception():
-                failed.append(str(error))
-                print(error, flush=True)
-                continue
-            row = run.result()
-            rows.append(row)
-            print(
-                f"{row['recipe']}, seed {row['seed']}: AUC {row['auc']:.5f}, log loss "
-                f"{row['logloss']:.4f}, {row['num_steps']} steps, {row['seconds']:.0f} s",
-                flush=True,
-            )
-            if config.output is not None:
-                write_results(config.output, rows)
+        ),
+        num_processes=config.processes,
+        line=line_of_training,
+        output=config.output,
+    )
     complete = [g for g in gates if sum(r["recipe"] == g.recipe for r in rows) == len(config.seeds)]
     means = [mean_of(rows, gate) for gate in complete]
     if config.output is not None:
@@ -195,11 +194,8 @@ def main() -> None:
     print("\n".join([HEADER, *map(line, means), f"{time.perf_counter() - start:.0f} s"]))
     if config.flags:
         print(f"no gate applies to trainings with {config.flags}")
-        missed = failed
-    else:
-        missed = [*failed, *missed_gates(means)]
-        print("\n".join(missed) if missed else "passes the gates")
-    raise SystemExit(1 if missed else 0)
+        raise SystemExit(1 if failed else 0)
+    exit_by_gates([*failed, *missed_gates(means)])
 
 
 if __name__ == "__main__":

@@ -4,23 +4,24 @@
 in processes that share one GPU, and prints hit rates and NDCG of each run and of the mean, beside
 the gates and what J. Zhai et al. publish ("Actions Speak Louder than Words", ICML 2024, and the
 repository meta-recsys/generative-recommenders). It fails where a mean of whole trainings is below
-its gate; ``--epochs`` cuts them short, and no gate applies then. ``--output`` is written after each
-run.
+its gate, or a training fails; ``--epochs`` cuts them short, and no gate applies then. ``--output`` is
+written after each run.
 """
 
 import dataclasses
+import functools
 import shlex
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import tyro
 
 from bench.report.result_file import Row, write_results
 from bench.training.recipe_process import train_recipe
+from bench.training.trainings import exit_by_gates, train_all
 
 WHOLE_EPOCHS = 101
 METRICS = ("hr_10", "ndcg_10", "hr_50", "hr_200")
@@ -112,22 +113,19 @@ def line(name: str, seed: object, row: Row) -> str:
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     print("recipe     seed       HR@10  NDCG@10  HR@50  HR@200   seconds", flush=True)
-    rows: list[Row] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ThreadPoolExecutor(max_workers=config.processes) as pool,
-    ):
-        runs = [
-            pool.submit(trained, config, recipe, seed, Path(folder))
-            for seed in config.seeds
-            for recipe in config.recipes
-        ]
-        for run in as_completed(runs):
-            row = run.result()
-            rows.append(row)
-            print(line(row["recipe"], row["seed"], row), flush=True)
-            if config.output is not None:
-                write_results(config.output, rows)
+    with tempfile.TemporaryDirectory() as folder:
+        rows, failed = train_all(
+            (
+                functools.partial(trained, config, recipe, seed, Path(folder))
+                for seed in config.seeds
+                for recipe in config.recipes
+            ),
+            num_processes=config.processes,
+            line=lambda row: line(row["recipe"], row["seed"], row),
+            output=config.output,
+        )
+    if failed:
+        exit_by_gates(failed)
     means = [mean_of(rows, recipe) for recipe in config.recipes]
     if config.output is not None:
         write_results(config.output, [*rows, *means])
@@ -138,9 +136,7 @@ def main() -> None:
     if config.epochs < WHOLE_EPOCHS:
         print(f"no gate applies to fewer than {WHOLE_EPOCHS} epochs")
         return
-    missed = missed_gates(means)
-    print("\n".join(missed) if missed else "passes the gates")
-    raise SystemExit(1 if missed else 0)
+    exit_by_gates(missed_gates(means))
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@ for each seed, in processes that share one GPU, and prints the metrics of each r
 - On the made set MMoE must have a smaller mean squared error, over both tasks, than a shared bottom
   of as many parameters.
 
-It fails where a mean misses that; ``--max-epochs`` cuts trainings short, and nothing is required
-then. ``--output`` is written after each run.
+It fails where a mean misses that, or a training fails; ``--max-epochs`` cuts trainings
+short, and nothing is required then. ``--output`` is written after each run.
 """
 
 import dataclasses
+import functools
 import shlex
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -26,6 +26,7 @@ import tyro
 
 from bench.report.result_file import Row, write_results
 from bench.training.recipe_process import train_recipe
+from bench.training.trainings import exit_by_gates, train_all
 
 
 class Run(NamedTuple):
@@ -152,13 +153,13 @@ def missed_gates(means: Sequence[Row]) -> list[str]:
     return missed
 
 
-def line(run: Run, seed: object, row: Row) -> str:
+def line(seed: object, row: Row) -> str:
     """``row`` as a line of the table."""
     figures = "  ".join(
-        f"{row[metric]:12.5f}" if metric in row else 12 * " " for metric in METRICS[run.data]
+        f"{row[metric]:12.5f}" if metric in row else 12 * " " for metric in METRICS[row["data"]]
     )
     steps = f"{row['num_steps']:7d}  {row['seconds']:7.0f}" if "seconds" in row else ""
-    return f"{run.data:<6} {run.model:<14} {seed!s:<9}  {figures}  {steps}".rstrip()
+    return f"{row['data']:<6} {row['model']:<14} {seed!s:<9}  {figures}  {steps}".rstrip()
 
 
 def main() -> None:
@@ -167,33 +168,28 @@ def main() -> None:
     for name in config.sets:
         titles = "  ".join(f"{metric:>12}" for metric in METRICS[name])
         print(f"{name:<6} {'model':<14} {'seed':<9}  {titles}    steps  seconds", flush=True)
-    rows: list[Row] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ThreadPoolExecutor(max_workers=config.processes) as pool,
-    ):
-        under_way = {
-            pool.submit(trained, config, run, seed, Path(folder)): run
-            for seed in config.seeds
-            for run in runs
-        }
-        for done in as_completed(under_way):
-            row = done.result()
-            rows.append(row)
-            print(line(under_way[done], row["seed"], row), flush=True)
-            if config.output is not None:
-                write_results(config.output, rows)
+    with tempfile.TemporaryDirectory() as folder:
+        rows, failed = train_all(
+            (
+                functools.partial(trained, config, run, seed, Path(folder))
+                for seed in config.seeds
+                for run in runs
+            ),
+            num_processes=config.processes,
+            line=lambda row: line(row["seed"], row),
+            output=config.output,
+        )
+    if failed:
+        exit_by_gates(failed)
     means = [mean_of(rows, run) for run in runs]
     if config.output is not None:
         write_results(config.output, [*rows, *means])
-    for run, row in zip(runs, means, strict=True):
-        print(line(run, f"mean of {row['num_seeds']}", row))
+    for row in means:
+        print(line(f"mean of {row['num_seeds']}", row))
     if config.max_epochs is not None:
         print("nothing is required of trainings that were cut short")
         return
-    missed = missed_gates(means)
-    print("\n".join(missed) if missed else "passes the gates")
-    raise SystemExit(1 if missed else 0)
+    exit_by_gates(missed_gates(means))
 
 
 if __name__ == "__main__":
