@@ -4,8 +4,8 @@
 in processes that share one GPU, and prints hit rates and NDCG of each run and of the mean, beside
 the gates and what J. Zhai et al. publish ("Actions Speak Louder than Words", ICML 2024, and the
 repository meta-recsys/generative-recommenders). It fails where a mean of whole trainings is below
-its gate, or a training fails; ``--epochs`` cuts them short, and no gate applies then. ``--output`` is
-written after each run.
+its gate, or a training fails; ``--epochs`` cuts them short, and no gate applies then. ``--output``
+is written after each run.
 """
 
 import dataclasses
