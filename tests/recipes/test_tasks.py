@@ -77,6 +77,12 @@ def test_a_small_run_ends_with_the_quality_of_each_task(
     assert len(list(Path(result["checkpoint"]).glob("step-*/complete.json"))) == 1
 
 
+def test_one_validation_row_gives_no_score_to_stop_by(tmp_path: Path) -> None:
+    arguments = [*SMALL, "--num-train", "64", "--num-held-out", "1", "--num-ids", "5"]
+    with pytest.raises(ValueError, match=r"^the validation rows must have different labels, or"):
+        main(["mmoe.sines", *arguments, "--seeds", "1", "--output", str(tmp_path / "out")])
+
+
 def test_all_ratings_count_and_four_stars_are_likes(tmp_path: Path) -> None:
     path = made_data.write_ml1m(tmp_path)
     ratings = [float(line.split("::")[2]) for line in path.read_text().splitlines()]
