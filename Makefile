@@ -96,6 +96,11 @@ format: .venv/.native ## Format Python and C++, and fix what the linter can fix
 	.venv/bin/ruff format .
 	.venv/bin/clang-format -i $(SOURCES)
 
+.PHONY: docs
+docs: .venv/.native ## Build the site of docs/ into build/site
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --config-file docs/site/mkdocs.yml
+	@echo 'Open build/site/index.html'
+
 .PHONY: native
 native: $(READY) ## Build the C++ library in place
 	@$(call checked,native)
@@ -108,7 +113,7 @@ native: $(READY) ## Build the C++ library in place
 	python3 torchembed/core/versions.py --requirements $(DEVICE) > .venv/pins.txt
 	.venv/bin/pip install -qq -r .venv/pins.txt
 	.venv/bin/pip install -qq --no-build-isolation -c .venv/pins.txt \
-	  -e '.[recipes,mlperf,serving,export,test,bench,dev]'
+	  -e '.[recipes,mlperf,serving,export,docs,test,bench,dev]'
 	.venv/bin/pip install -qq --no-deps \
 	  $$(python3 torchembed/core/versions.py --requirements-without-dependencies)
 	touch $@
