@@ -24,6 +24,7 @@ LONGEST_FIRST = (
     "tests/bench/test_models.py",
     "tests/step/test_changes_on_ranks.py",
     "tests/packaging/test_examples.py",
+    "tests/packaging/test_site.py",
     "tests/sharding/test_planner_at_scale.py",
     "tests/step/test_dynamic_tables_in_steps.py",
     "tests/sharding/test_sharded_training.py",
