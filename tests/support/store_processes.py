@@ -1,5 +1,6 @@
 """What processes do with a store on disk that another one then kills, or finds in its way."""
 
+import contextlib
 import ctypes
 import gc
 import multiprocessing
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.stores import RocksDBOptions, RocksDBStore
+from torchembed.stores import RocksDBOptions, RocksDBStore, RowStoreError
 
 LIMIT_SECONDS = 120.0
 LINE_BYTES = 1024
@@ -115,6 +116,15 @@ def write_until_killed(messages: Connection, folder: Path, first: int) -> None:
             messages.send(version)
 
 
+def write_failing(store: RocksDBStore) -> str:
+    """What the store says of a write that cannot be done."""
+    try:
+        store.table("t", LINE_BYTES).write(*batch(1000))
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__} {error}"
+    return "it writes again"
+
+
 def write_until_it_fails(store: RocksDBStore) -> tuple[int, list[str]]:
     """Last version that could be written, and what the store says then, and once more."""
     table = store.table("t", LINE_BYTES)
@@ -127,16 +137,8 @@ def write_until_it_fails(store: RocksDBStore) -> tuple[int, list[str]]:
         told = [f"{type(error).__name__} {error}"]
     else:
         told = ["it never fails"]
-    try:
-        table.write(*batch(1000))
-        told.append("it writes again")
-    except (OSError, RuntimeError) as error:
-        told.append(f"{type(error).__name__} {error}")
+    told.append(write_failing(store))
     assert torch.equal(versions(store), versions_after(last)), "what was written cannot be read"
-    try:
-        store.close()
-    except (OSError, RuntimeError) as error:
-        told.append(f"{type(error).__name__} {error}")
     return last, told
 
 
@@ -144,29 +146,44 @@ def write_up_to_a_limit(messages: Connection, folder: Path, limit_bytes: int) ->
     """Write until files may not grow further."""
     store = RocksDBStore(folder, SMALL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-    messages.send(write_until_it_fails(store))
+    result = write_until_it_fails(store)
+    with contextlib.suppress(OSError, RowStoreError):
+        store.close()
+    messages.send(result)
+
+
+def mount_disk(folder: Path, settings: str, *, is_there: bool = False) -> bool:
+    """Mount a disk in memory, which this process alone sees and which goes with it, or change the
+    settings of one that is there; False where the system allows none."""
+    libc = ctypes.CDLL(None)
+    spaces = _NEW_MOUNTS if os.geteuid() == 0 else _NEW_MOUNTS | _NEW_USER
+    if not is_there and libc.unshare(spaces) != 0:
+        return False
+    flags = _REMOUNT if is_there else 0
+    return libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, settings.encode()) == 0
 
 
 def fill_a_disk(messages: Connection, folder: Path) -> None:
-    """Write until a disk of three megabytes is full, then go on with a larger one.
-
-    The disk is in memory, and goes with the process. Sends None where the system allows none.
-    """
-    libc = ctypes.CDLL(None)
-    spaces = _NEW_MOUNTS if os.geteuid() == 0 else _NEW_MOUNTS | _NEW_USER
-
-    def mount(flags: int, settings: bytes) -> bool:
-        return libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, settings) == 0
-
-    if libc.unshare(spaces) != 0 or not mount(0, b"size=3m"):
+    """Write until a disk of three megabytes is full, then with room for its files to grow and for
+    no further one, then with room for all. Sends None where the system allows no such disk."""
+    if not mount_disk(folder, "size=3m,nr_inodes=1000"):
         messages.send(None)
         return
-    failed = write_until_it_fails(RocksDBStore(folder / "store", SMALL))
-    assert mount(_REMOUNT, b"size=100m")
+    store = RocksDBStore(folder / "store", SMALL)
+    last, told = write_until_it_fails(store)
+    disk = os.statvfs(folder)
+    num_files = disk.f_files - disk.f_ffree + 1
+    assert mount_disk(folder, f"size=100m,nr_inodes={num_files}", is_there=True)
+    for _ in range(2):
+        told.append(write_failing(store))
+        assert torch.equal(versions(store), versions_after(last)), "what was written cannot be read"
+    assert mount_disk(folder, "size=100m,nr_inodes=1000", is_there=True)
+    store.table("t", LINE_BYTES).write(*batch(last + 1))
+    found = [versions(store).tolist()]
+    store.close()
     with RocksDBStore(folder / "store", SMALL) as store:
-        found = versions(store)
-        store.table("t", LINE_BYTES).write(*batch(1000))
-    messages.send((*failed, found.tolist()))
+        found.append(versions(store).tolist())
+    messages.send((last, told, found))
 
 
 def open_without_rights(messages: Connection, folder: Path) -> None:

@@ -144,14 +144,16 @@ class Level:
         """Write ``lines``, or where there are none delete ``keys``.
 
         Raises:
-            RowStoreError, OSError: where the store cannot; it is as it was then.
+            RowStoreError, OSError: where the store cannot; it is as it was then. It is read all
+                the same, as one can be whose disk is full.
         """
         if not len(keys):
             return
         try:
             self._change(table, keys, lines)
-        except FAULTS as error:
-            self._note_fault(error)
+        except FAULTS:
+            with self._lock:
+                self._num_faults += 1
             raise
 
     def table(self, name: str) -> RowTable:

@@ -1,23 +1,26 @@
 """A folder with a database of RocksDB, opened by one process."""
 
+import contextlib
 import ctypes
 import json
 import os
 import shutil
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchembed.stores.arguments import check_same_line
 from torchembed.stores.errors import CorruptStoreError, RowStoreError
 from torchembed.stores.folder_lock import LOCK_FILE, FolderLock
 from torchembed.stores.rocksdb.faults import faults_named
 from torchembed.stores.rocksdb.files import share_files, sync_to_disk
-from torchembed.stores.rocksdb.options import Compression, RocksDBOptions
-from torchembed.stores.rocksdb.writes import refuse_stalls, write_whole
+from torchembed.stores.rocksdb.gate import Gate
+from torchembed.stores.rocksdb.opening import import_rocksdict, opened
+from torchembed.stores.rocksdb.options import RocksDBOptions
+from torchembed.stores.rocksdb.room import check_room
+from torchembed.stores.rocksdb.writes import write_whole
 
 if TYPE_CHECKING:
     import rocksdict
@@ -39,10 +42,6 @@ PREFIX_BYTES = 4
 
 Under 0 are records: the format under no further bytes, and each table under its name.
 """
-
-# At most so many of the database's files are open, since a process may have few (ulimit -n).
-_MAX_OPEN_FILES = 512
-_FILE_BYTES = 256 << 20
 
 
 class TableRecord(NamedTuple):
@@ -77,12 +76,17 @@ class Database:
         self._process = os.getpid()
         _check_not_forked(folder)
         self._folder_lock = FolderLock(folder)
+        self._is_closed = False
         self._db: rocksdict.Rdict | None = None
+        """None once it is closed, and where it could not be opened anew."""
+        self._gate = Gate()
+        self._has_failed = False
+        """True from a write that failed until the database was opened anew."""
         try:
             if not is_read_only:
                 _end_replacement(folder)
                 _make_where_missing(folder, options)
-            self._db = _opened(folder / ROWS, options, is_read_only=is_read_only, store=self.store)
+            self._db = opened(folder / ROWS, options, is_read_only=is_read_only, store=self.store)
             self.records = _read_records(self._db, self.store)
         except BaseException:
             if self._db is not None:
@@ -94,11 +98,11 @@ class Database:
     @property
     def is_open(self) -> bool:
         """Whether this process has the database open."""
-        return self._db is not None and self._process == os.getpid()
+        return not self._is_closed and self._process == os.getpid()
 
     def check_open(self) -> None:
         """Raise ``RowStoreError`` where the database is closed, or another process opened it."""
-        if self._db is None:
+        if self._is_closed:
             raise RowStoreError(f"the store in {self.store} is closed; open it again")
         if self._process != os.getpid():
             raise RowStoreError(
@@ -106,19 +110,23 @@ class Database:
                 "one is a fork; use it there, or open it in this process alone"
             )
 
-    @property
-    def rows(self) -> "rocksdict.Rdict":
-        """The database itself, unless :meth:`check_open` raises."""
-        self.check_open()
-        return cast("rocksdict.Rdict", self._db)
+    @contextlib.contextmanager
+    def used(self) -> Iterator["rocksdict.Rdict"]:
+        """Context in which the database itself stays open, unless :meth:`check_open` raises.
 
-    @property
-    def rows_to_write(self) -> "rocksdict.Rdict":
-        """The database itself, unless it is a snapshot, which raises ``RowStoreError``."""
-        rows = self.rows
+        It may not be entered inside itself, and iterators of the database must be gone at its end.
+        """
+        with self._gate.shared():
+            self.check_open()
+            if self._db is None:
+                raise RowStoreError(f"the store in {self.store} could not be opened anew; mend it")
+            yield self._db
+
+    def check_writable(self) -> None:
+        """Raise ``RowStoreError`` for a snapshot, and where :meth:`check_open` does."""
+        self.check_open()
         if self.is_read_only:
             raise RowStoreError("a snapshot cannot be written; write to the store it was taken of")
-        return rows
 
     def add_table(self, name: str, line_bytes: int) -> None:
         """Add the record of a table."""
@@ -129,24 +137,59 @@ class Database:
         self.records[name] = record
 
     def write(self, fill: "Callable[[rocksdict.WriteBatch], None]") -> None:
-        """Write what ``fill`` puts into a batch, whole or not at all; it may be called again."""
-        write_whole(self.rows_to_write, self.store, fill)
+        """Write what ``fill`` puts into a batch, whole or not at all; it may be called again.
+
+        Where a write failed before, the database is opened anew first, once there is room.
+        """
+        self.check_writable()
+        if self._has_failed:
+            self._open_anew()
+        with self.used() as rows:
+            try:
+                write_whole(rows, self.store, fill)
+            except (OSError, RowStoreError):
+                self._has_failed = True
+                raise
         # Not by an option of the write, which would hold Python's global lock meanwhile.
         if self.options.sync_writes:
             self.sync()
 
     def sync(self) -> None:
         """Return when all that was written is on disk, as a snapshot always is."""
-        rows = self.rows
-        if not self.is_read_only:
-            with faults_named(self.store):
-                rows.flush_wal(True)
+        with self.used() as rows:
+            if not self.is_read_only:
+                with faults_named(self.store):
+                    rows.flush_wal(True)
+
+    def _open_anew(self) -> None:
+        """Open the database anew, which RocksDB asks for before it writes again. Readers wait.
+
+        Raises:
+            OSError: where there is no room yet; nothing has changed then.
+            RowStoreError, OSError: where it cannot be opened to write; it is read all the same.
+        """
+        path = self.folder / ROWS
+        check_room(self.folder, path)
+        with self._gate.alone():
+            if not self._has_failed:
+                return
+            db, self._db = self._db, None
+            if db is not None:
+                # It says once more that a write failed; what was written before is in its log.
+                with contextlib.suppress(OSError, RowStoreError), faults_named(self.store):
+                    db.close()
+                del db
+            try:
+                self._db = opened(path, self.options, store=self.store)
+            except (OSError, RowStoreError):
+                self._db = opened(path, self.options, is_read_only=True, store=self.store)
+                raise
+            self._has_failed = False
 
     def link_to(self, path: Path) -> None:
         """Make a copy of the database in a new folder, of hard links where that is possible."""
         rocksdict = import_rocksdict()
-        rows = self.rows
-        with faults_named(self.store):
+        with self.used() as rows, faults_named(self.store):
             if not self.is_read_only:
                 # Or the checkpoint does, holding Python's global lock.
                 rows.flush()
@@ -161,11 +204,13 @@ class Database:
             CorruptStoreError, RowStoreError, OSError: where the checkpoint cannot be opened, or
                 not be had here. Nothing is changed then.
         """
-        rows, before = self.rows_to_write, self.records
+        self.check_writable()
+        with self.used() as rows:
+            before = self.records
         path, restored, replaced = (self.folder / n for n in (ROWS, _RESTORED, _REPLACED))
         try:
             share_files(checkpoint / ROWS, restored)
-            db = _opened(restored, self.options, store=checkpoint)
+            db = opened(restored, self.options, store=checkpoint)
             try:
                 records = _read_records(db, checkpoint)
                 for name in records.keys() & before.keys():
@@ -181,22 +226,25 @@ class Database:
         path.rename(replaced)
         restored.rename(path)
         sync_to_disk(self.folder)
-        self._db, self.records = _opened(path, self.options), records
+        self._db, self.records = opened(path, self.options), records
         shutil.rmtree(replaced, ignore_errors=True)
         for name in before.keys() - records.keys():
             self.add_table(name, before[name].line_bytes)
 
     def close(self) -> None:
-        if self._db is None:
+        if self._is_closed:
             return
+        self._is_closed = True
         db, self._db = self._db, None
         if self._process != os.getpid():
-            _never_release(db)
+            if db is not None:
+                _never_release(db)
             return
         _open_databases.discard(self)
         try:
-            with faults_named(self.store):
-                db.close()
+            if db is not None:
+                with faults_named(self.store):
+                    db.close()
         finally:
             self._folder_lock.release()
 
@@ -204,18 +252,6 @@ class Database:
 def prefix(number: int) -> bytes:
     """What the keys of table ``number`` begin with."""
     return number.to_bytes(PREFIX_BYTES, "big")
-
-
-def import_rocksdict() -> ModuleType:
-    """The package rocksdict, or an ``ImportError`` that says how to install it."""
-    try:
-        import rocksdict
-    except ImportError as error:
-        raise ImportError(
-            f"RocksDBStore needs the package rocksdict, and it cannot be imported ({error}); "
-            "pip install 'torchembed[disk]'"
-        ) from error
-    return rocksdict
 
 
 def _read_records(db: "rocksdict.Rdict", folder: Path) -> dict[str, TableRecord]:
@@ -272,7 +308,7 @@ def _make_where_missing(folder: Path, options: RocksDBOptions) -> None:
             "another folder"
         )
     shutil.rmtree(partial, ignore_errors=True)
-    db = _opened(partial, options, create=True)
+    db = opened(partial, options, create=True)
     with faults_named(folder):
         db.put(prefix(0), json.dumps({"format": FORMAT}).encode())
         db.close()
@@ -280,46 +316,6 @@ def _make_where_missing(folder: Path, options: RocksDBOptions) -> None:
     # Or the machine could end with rows that are on disk in a folder that is not.
     for changed in (folder, folder.resolve().parent):
         sync_to_disk(changed)
-
-
-def _opened(
-    path: Path,
-    options: RocksDBOptions,
-    *,
-    create: bool = False,
-    is_read_only: bool = False,
-    store: Path | None = None,
-) -> "rocksdict.Rdict":
-    """The database in ``path``; errors name ``store``, or the folder that ``path`` is in."""
-    rocksdict = import_rocksdict()
-    compressions = {
-        Compression.NONE: rocksdict.DBCompressionType.none(),
-        Compression.LZ4: rocksdict.DBCompressionType.lz4(),
-        Compression.ZSTD: rocksdict.DBCompressionType.zstd(),
-    }
-    blocks = rocksdict.BlockBasedOptions()
-    blocks.set_block_cache(rocksdict.Cache(options.block_cache_bytes))
-    blocks.set_bloom_filter(10, False)
-    blocks.set_format_version(5)
-    chosen = rocksdict.Options(raw_mode=True)
-    chosen.create_if_missing(create)
-    chosen.set_block_based_table_factory(blocks)
-    chosen.set_compression_type(compressions[options.compression])
-    chosen.set_write_buffer_size(options.write_buffer_bytes)
-    chosen.set_target_file_size_base(_FILE_BYTES)
-    chosen.set_max_open_files(_MAX_OPEN_FILES)
-    chosen.set_max_background_jobs(options.num_threads)
-    chosen.set_keep_log_file_num(4)
-    chosen.set_paranoid_checks(True)
-    # The log may end in the middle of a write, after the end of the process. Damage before that is
-    # an error: RocksDB's own choice is to forget all that follows it.
-    chosen.set_wal_recovery_mode(rocksdict.DBRecoveryMode.tolerate_corrupted_tail_records())
-    access = rocksdict.AccessType
-    access = access.read_only() if is_read_only else access.read_write()
-    with faults_named(store or path.parent):
-        db = rocksdict.Rdict(str(path), chosen, access_type=access)
-    refuse_stalls(db)
-    return db
 
 
 _user: list[int] = []

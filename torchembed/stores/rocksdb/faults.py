@@ -9,12 +9,12 @@ from pathlib import Path
 from torchembed.stores.errors import CorruptStoreError, RowStoreError
 
 _OF_THE_SYSTEM = {
-    errno.ENOSPC: "make room there, then open the store again",
-    errno.EDQUOT: "make room there, then open the store again",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f), then open the store again",
-    errno.EROFS: "mount it writable, then open the store again",
+    errno.ENOSPC: "make room there, and the next write is done",
+    errno.EDQUOT: "make room there, and the next write is done",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EROFS: "mount it writable, and the next write is done",
     errno.EACCES: "let this process read and write it",
-    errno.EMFILE: "raise the limit on open files (ulimit -n), then open the store again",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.EIO: "see what the system says of the disk",
 }
 
@@ -44,12 +44,18 @@ def _named(text: str, path: Path) -> Exception:
         return CorruptStoreError(
             f"the store in {path} is not as it was written; restore it from a checkpoint ({text})"
         )
-    for number, advice in _OF_THE_SYSTEM.items():
+    for number in _OF_THE_SYSTEM:
         if os.strerror(number) in text:
-            # OSError makes PermissionError and others of itself, by the number.
-            return OSError(number, f"{os.strerror(number)}: {advice} ({text})", str(path))
+            return system_fault(number, path, text)
     if text == "Result incomplete: Write stall":
         return WriteStalledError(f"the store in {path} takes no writes now")
     if text.endswith("Writer has previous error."):
-        return RowStoreError(f"a write to the store in {path} failed before; open the store again")
+        return RowStoreError(f"a write to the store in {path} failed before; write again")
     return RowStoreError(f"the store in {path} fails, and RocksDB says why: {text}")
+
+
+def system_fault(number: int, path: Path, text: str) -> OSError:
+    """An error of the operating system by its number, with what to do about it."""
+    advice = _OF_THE_SYSTEM.get(number, "see what the system says of the disk")
+    # OSError makes PermissionError and others of itself, by the number.
+    return OSError(number, f"{os.strerror(number)}: {advice} ({text})", str(path))

@@ -16,9 +16,9 @@ from torchembed.stores.rocksdb.database import (
     ROWS,
     SNAPSHOTS,
     Database,
-    import_rocksdict,
 )
 from torchembed.stores.rocksdb.files import point_to_files, sync_to_disk
+from torchembed.stores.rocksdb.opening import import_rocksdict
 from torchembed.stores.rocksdb.options import RocksDBOptions
 from torchembed.stores.rocksdb.table import RocksDBTable
 
@@ -31,7 +31,7 @@ class RocksDBStore:
     A call of ``write`` or ``delete`` that has returned survives the end of the process, however it
     ends; after :meth:`sync`, or with ``sync_writes``, also that of the machine. Lines are checked
     against checksums as they are read. After an error of the disk the store can still be read, and
-    is written again once it was opened anew.
+    writes fail until there is room: the next one then opens the database anew, while readers wait.
 
     Besides its buffers (:class:`~torchembed.stores.RocksDBOptions`) a store takes memory in which
     it finds where lines are, up to six bytes a row.

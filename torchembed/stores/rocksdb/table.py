@@ -12,8 +12,9 @@ from torch import Tensor
 from torchembed.stores.arguments import check_keys, check_lines, check_positive, check_write
 from torchembed.stores.errors import CorruptStoreError
 from torchembed.stores.interface import LineChunk
-from torchembed.stores.rocksdb.database import PREFIX_BYTES, Database, import_rocksdict, prefix
+from torchembed.stores.rocksdb.database import PREFIX_BYTES, Database, prefix
 from torchembed.stores.rocksdb.faults import faults_named
+from torchembed.stores.rocksdb.opening import import_rocksdict
 
 if TYPE_CHECKING:
     import rocksdict
@@ -46,13 +47,13 @@ class RocksDBTable:
     def read(self, keys: Tensor, lines: Tensor) -> Tensor:
         check_keys(keys)
         check_lines(lines, keys, self.line_bytes)
-        rows = self._database.rows
         keys_array, lines_array = keys.numpy(), lines.numpy()
         found = np.zeros(len(keys), dtype=np.bool_)
         # Neighbours are in the same blocks, which RocksDB then reads once: three times as fast.
         order = np.argsort(keys_array)
+        self._database.check_open()
         for places in self._pieces_of(order):
-            with faults_named(self._database.store):
+            with self._database.used() as rows, faults_named(self._database.store):
                 values = cast("list[bytes | None]", rows.get(self._encoded(keys_array[places])))
             kept = [value for value in values if value is not None]
             if len(kept) < len(values):
@@ -115,7 +116,12 @@ class RocksDBTable:
         No iterator lives longer, since it keeps the database open, and old lines on disk. The
         second result is where to go on, None after the table's last key.
         """
-        rows = self._database.rows
+        with self._database.used() as rows:
+            return self._next_of(rows, kind, begin, size)
+
+    def _next_of(
+        self, rows: "rocksdict.Rdict", kind: str, begin: bytes, size: int
+    ) -> tuple[list[Any], bytes | None]:
         bounds = import_rocksdict().ReadOptions()
         bounds.set_iterate_upper_bound(prefix(self._number + 1))
         found = list(islice(getattr(rows, kind)(from_key=begin, read_opt=bounds), size))

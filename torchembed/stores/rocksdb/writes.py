@@ -60,7 +60,7 @@ def write_whole(
         if failing_since is not None and time.monotonic() > failing_since + _FAILING_SECONDS:
             raise RowStoreError(
                 f"the store in {folder} cannot write its files, and rows/LOG in it says why; mend "
-                "that, then open the store again"
+                "that, then write again"
             )
 
 
