@@ -47,8 +47,9 @@ def versions(http: str) -> set[float]:
     tensor.set_data_from_numpy(np.arange(NUM_ROWS)[:, None])
     found = client.infer("m", [tensor])
     client.close()
-    assert not np.any(found.as_numpy("default_rows"))
-    return set(np.ravel(found.as_numpy("output")).tolist())
+    rows, num_defaults = found.as_numpy("output"), found.as_numpy("default_rows")
+    assert rows is not None and num_defaults is not None and not num_defaults.any()
+    return set(rows.ravel().tolist())
 
 
 def metric(http: str, name: str) -> float:
