@@ -29,6 +29,7 @@ from tests.support.kafka_brokers import running_brokers
 from tests.support.redis_servers import wait_until
 from tests.support.server_processes import running_server
 from torchembed.serving.models import deploy
+from torchembed.serving.protocols.model_totals import _MAX_VERSIONS
 from torchembed.training import ModelPublisher
 
 pytest.importorskip("tritonclient.http")
@@ -176,6 +177,15 @@ def totals(address: str) -> Counter[str]:
     return sums
 
 
+def answers_by_version(address: str) -> dict[str, float]:
+    """The requests that were answered, of each version that a server holds the counts of."""
+    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+    name = "nv_inference_request_success"
+    return {sample.labels["version"]: sample.value for sample in samples if sample.name == name}
+
+
 @pytest.mark.timeout(SECONDS + 240)
 def test_nothing_fails_is_torn_or_grows(tmp_path: Path) -> None:
     import tritonclient.http
@@ -240,11 +250,16 @@ def test_nothing_fails_is_torn_or_grows(tmp_path: Path) -> None:
         assert growth < MAX_GROWTH_BYTES, [n >> 20 for n in memory]
 
         def is_settled() -> bool:
-            return totals(server.http)["nv_inference_request_success"] == load.num_requests
+            # A server holds the counts of the versions that were asked last.
+            held = answers_by_version(server.http)
+            return len(held) == min(len(load.stamps), _MAX_VERSIONS) and all(
+                count == load.stamps[version] for version, count in held.items()
+            )
 
         wait_until(is_settled)
         found = totals(server.http)
-        assert found["nv_inference_count"] == NUM_SAMPLES * load.num_requests
+        num_held = sum(answers_by_version(server.http).values())
+        assert found["nv_inference_count"] == NUM_SAMPLES * num_held
         assert found["nv_inference_request_failure"] == found["torchembed_default_rows_total"] == 0
         assert found["torchembed_requests_in_progress"] == 1  # for these metrics
         assert found["torchembed_refused_requests_total"] == 0

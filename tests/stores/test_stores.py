@@ -366,3 +366,40 @@ def test_threads_read_whole_lines_while_others_write(store: RowStore) -> None:
     parts = partition_of(keys, num_parts)
     for part in range(num_parts):
         assert lines[parts == part].unique().tolist() in ([129], [229])
+
+
+def test_a_dropped_table_has_no_lines_and_is_made_anew(store: RowStore) -> None:
+    other = store.table("other", LINE_BYTES)
+    other.write(torch.tensor([1]), lines_of(torch.tensor([1])))
+    for _ in range(2):
+        filled(store, KEYS).drop()
+        is_named = isinstance(store, RedisStore)
+        assert store.tables() == {"other": LINE_BYTES} | ({"t": LINE_BYTES} if is_named else {})
+        assert store.table("t", LINE_BYTES).num_rows() == 0
+    assert other.num_rows() == 1
+    with store.snapshot() as snapshot, pytest.raises(RowStoreError, match="cannot be written"):
+        snapshot.table("other", LINE_BYTES).drop()
+
+
+@pytest.mark.parametrize("kind", ["memory", "volatile memory", "rocksdb"])
+def test_a_dropped_table_refuses_what_is_asked_of_it(kind: str, tmp_path: Path) -> None:
+    stores: dict[str, Callable[[], RowStore]] = {
+        "memory": MemoryStore,
+        "volatile memory": VolatileMemoryStore,
+        "rocksdb": lambda: RocksDBStore(tmp_path / "store"),
+    }
+    keys = torch.tensor([1])
+    calls: list[Callable[[RowTable], object]] = [
+        lambda table: table.read(keys, lines_of(keys)),
+        lambda table: table.write(keys, lines_of(keys)),
+        lambda table: table.delete(keys),
+        lambda table: list(table.chunks(1)),
+        lambda table: table.num_rows(),
+        lambda table: table.drop(),
+    ]
+    with stores[kind]() as store:
+        table = filled(store, KEYS)
+        table.drop()
+        for call in calls:
+            with pytest.raises(RowStoreError, match="'t' was dropped; open it again by table"):
+                call(table)

@@ -63,3 +63,6 @@ class GatedTable:
 
     def num_rows(self) -> int:
         return self._table.num_rows()
+
+    def drop(self) -> None:
+        self._table.drop()

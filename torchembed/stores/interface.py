@@ -70,6 +70,14 @@ class RowTable(Protocol):
         """Number of lines. Stores on disk count them one by one."""
         ...
 
+    def drop(self) -> None:
+        """Delete all lines, and have the store let go of the table with all that it keeps of it.
+
+        Nothing may use the table through this object any more; :meth:`RowStore.table` makes it
+        anew. In Redis, where other processes may have the table open, its name stays on record.
+        """
+        ...
+
 
 class RowStore(Protocol):
     """Named tables of lines by key, in one place.

@@ -54,7 +54,7 @@ class _MemoryTable:
         check_keys(keys)
         check_lines(lines, keys, self.line_bytes)
         with self._store._lock:
-            self._store._check_open()
+            self._store._check_table(self)
             rows = np.array(list(map(self._rows.get, keys.tolist(), repeat(-1))), dtype=np.int64)
             found = rows >= 0
             if found.all():
@@ -67,14 +67,14 @@ class _MemoryTable:
         check_write(keys, lines, self.line_bytes)
         places = last_places(keys.numpy())
         with self._store._lock:
-            self._store._check_writable()
+            self._store._check_table_writable(self)
             rows = self._rows_for(keys[places].tolist())
             self._lines[rows] = lines.numpy()[places]
 
     def delete(self, keys: Tensor) -> None:
         check_keys(keys)
         with self._store._lock:
-            self._store._check_writable()
+            self._store._check_table_writable(self)
             for key in keys.tolist():
                 row = self._rows.pop(key, None)
                 if row is not None:
@@ -83,14 +83,17 @@ class _MemoryTable:
     def chunks(self, max_rows: int) -> Iterator[LineChunk]:
         check_positive("max_rows", max_rows)
         with self._store._lock:
-            self._store._check_open()
+            self._store._check_table(self)
             keys = torch.tensor(sorted(self._rows), dtype=torch.int64)
         return self._read_chunks(keys.split(max_rows))
 
     def num_rows(self) -> int:
         with self._store._lock:
-            self._store._check_open()
+            self._store._check_table(self)
             return len(self._rows)
+
+    def drop(self) -> None:
+        self._store._drop(self)
 
     def _read_chunks(self, pieces: tuple[Tensor, ...]) -> Iterator[LineChunk]:
         for keys in pieces:

@@ -165,6 +165,10 @@ class ReadAheadTable:
         self._buffer.check()
         return self._table.num_rows()
 
+    def drop(self) -> None:
+        self.close()
+        self._table.drop()
+
     def close(self) -> None:
         """End the thread, once the lines that it is reading are there, and empty the buffer. The
         table stays open, and a later announcement starts another thread."""

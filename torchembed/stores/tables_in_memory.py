@@ -12,6 +12,9 @@ class TableInMemory(Protocol):
     """A table that :class:`TablesInMemory` holds."""
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def line_bytes(self) -> int: ...
 
 
@@ -85,6 +88,23 @@ class TablesInMemory(Generic[Table]):
     def _copied_table(self, table: Table, store: Self) -> Table:
         """A table of ``store`` with the lines of ``table``."""
         raise NotImplementedError
+
+    def _drop(self, table: Table) -> None:
+        """Let go of a table; its memory ends with the last object that holds it."""
+        with self._lock:
+            self._check_table_writable(table)
+            del self._tables[table.name]
+
+    def _check_table(self, table: Table) -> None:
+        """Raise ``RowStoreError`` where a table can no longer be read."""
+        self._check_open()
+        if self._tables.get(table.name) is not table:
+            raise RowStoreError(f"table {table.name!r} was dropped; open it again by table()")
+
+    def _check_table_writable(self, table: Table) -> None:
+        """Raise ``RowStoreError`` where a table cannot be written."""
+        self._check_writable()
+        self._check_table(table)
 
     def _check_open(self) -> None:
         if not self._is_open:

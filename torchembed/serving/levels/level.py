@@ -156,6 +156,18 @@ class Level:
                 self._num_faults += 1
             raise
 
+    def drop(self, table: str) -> None:
+        """Have the store let go of a table that was emptied. Where the level is away, what it keeps
+        of an empty table stays."""
+        if not self._is_usable():
+            return
+        try:
+            self._table(table).drop()
+        except FAULTS as error:
+            self._note_fault(error)
+            return
+        self._opened.pop(table, None)
+
     def table(self, name: str) -> RowTable:
         """The table ``name`` of the store.
 

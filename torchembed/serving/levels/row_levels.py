@@ -235,6 +235,13 @@ class RowLevels:
         self._table(table)
         self._update(table, keys.cpu(), None)
 
+    def drop(self, table: str) -> None:
+        """Have all levels let go of a table that has no rows any more, and that nothing uses until
+        rows are written to it anew."""
+        self._table(table)
+        for level in self._levels:
+            level.drop(table)
+
     def chunks(self, table: str, max_rows: int) -> Iterator[LineChunk]:
         """All lines of a table in the lowest level, as :meth:`RowTable.chunks` gives them.
 

@@ -105,9 +105,13 @@ class RowLoader:
             self._versions.pop(rows, None)
 
     def delete(self, rows: RowsOf, lookup: LeveledLookup) -> None:
-        """Delete all rows of a table; those of a static cache end with its lookup."""
+        """Delete a table that nothing looks up any more; that of a static cache ends with its
+        lookup."""
         if lookup.levels is not None:
+            # Rows that lookups missed would be written behind, into a table that is made anew.
+            lookup.wait_for_insertions()
             _delete_others(torch.empty(0, dtype=torch.int64), rows.store_name, lookup)
+            lookup.levels.drop(rows.store_name)
             self._present.discard(rows.store_name)
 
     def _version(self, rows: RowsOf) -> int:

@@ -37,6 +37,10 @@ class RedisRead(NamedTuple):
     microseconds: int
 
 
+_DROPPED_ROWS = 1 << 16
+"""Rows that are deleted at a time where a table is dropped."""
+
+
 class RedisTable:
     """Lines by key (:class:`~torchembed.stores.RowTable`) in the partitions of a table in Redis."""
 
@@ -99,6 +103,11 @@ class RedisTable:
         names = [names.values for names in self._names]
         lengths = self._store._nodes.run([exchange(n, command(b"HLEN", n)) for n in names])
         return sum(length for (length,) in lengths)
+
+    def drop(self) -> None:
+        """As :meth:`RowTable.drop`, but for the table's name, which stays on record."""
+        for chunk in self.chunks(_DROPPED_ROWS):
+            self.delete(chunk.keys)
 
     def note_reads(self, reads: list[RedisRead]) -> None:
         """Note reads; for the refresher's thread alone."""

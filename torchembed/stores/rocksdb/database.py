@@ -132,9 +132,28 @@ class Database:
         """Add the record of a table."""
         number = 1 + max((record.number for record in self.records.values()), default=0)
         record = TableRecord(number, line_bytes)
-        key, value = prefix(0) + name.encode(), json.dumps(record._asdict()).encode()
+        key, value = _record_key(name), json.dumps(record._asdict()).encode()
         self.write(lambda batch: batch.put(key, value))
         self.records[name] = record
+
+    def drop_table(self, name: str) -> None:
+        """Delete the record of a table, and all of its lines."""
+        with self.lock:
+            number = self.record(name).number
+
+            def fill(batch: "rocksdict.WriteBatch") -> None:
+                batch.delete_range(prefix(number), prefix(number + 1))
+                batch.delete(_record_key(name))
+
+            self.write(fill)
+            del self.records[name]
+
+    def record(self, name: str) -> TableRecord:
+        """The record of a table, unless it was dropped, which raises ``RowStoreError``."""
+        record = self.records.get(name)
+        if record is None:
+            raise RowStoreError(f"table {name!r} was dropped; open it again by table()")
+        return record
 
     def write(self, fill: "Callable[[rocksdict.WriteBatch], None]") -> None:
         """Write what ``fill`` puts into a batch, whole or not at all; it may be called again.
@@ -252,6 +271,11 @@ class Database:
 def prefix(number: int) -> bytes:
     """What the keys of table ``number`` begin with."""
     return number.to_bytes(PREFIX_BYTES, "big")
+
+
+def _record_key(name: str) -> bytes:
+    """The key of the record of a table."""
+    return prefix(0) + name.encode()
 
 
 def _read_records(db: "rocksdict.Rdict", folder: Path) -> dict[str, TableRecord]:

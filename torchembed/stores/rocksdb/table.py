@@ -42,7 +42,7 @@ class RocksDBTable:
     @property
     def _number(self) -> int:
         """Which changes where the database is replaced by another one."""
-        return self._database.records[self.name].number
+        return self._database.record(self.name).number
 
     def read(self, keys: Tensor, lines: Tensor) -> Tensor:
         check_keys(keys)
@@ -92,6 +92,9 @@ class RocksDBTable:
             keys, begin = self._next("keys", begin, _KEYS_AT_ONCE)
             num_rows += len(keys)
         return num_rows
+
+    def drop(self) -> None:
+        self._database.drop_table(self.name)
 
     def _read_chunks(self, max_rows: int) -> Iterator[LineChunk]:
         begin = self._first

@@ -104,27 +104,30 @@ class _VolatileMemoryTable:
         for begin in range(0, max(len(keys), 1), max_rows):
             batch = slice(begin, begin + max_rows)
             with self._lock.alone():
-                self._store._check_writable()
+                self._store._check_table_writable(self)
                 self._rows.write(keys[batch], lines_array[batch], next(self._epochs))
                 self._rows.resolve_overflows()
 
     def delete(self, keys: Tensor) -> None:
         check_keys(keys)
         with self._lock.alone():
-            self._store._check_writable()
+            self._store._check_table_writable(self)
             self._rows.delete(keys)
 
     def chunks(self, max_rows: int) -> Iterator[LineChunk]:
         check_positive("max_rows", max_rows)
         with self._lock.shared():
-            self._store._check_open()
+            self._store._check_table(self)
             keys = self._rows.keys()
         return self._read_chunks(keys.split(max_rows))
 
     def num_rows(self) -> int:
         with self._lock.shared():
-            self._store._check_open()
+            self._store._check_table(self)
             return len(self._rows)
+
+    def drop(self) -> None:
+        self._store._drop(self)
 
     def note_reads(self, reads: list[_Read]) -> None:
         """Note reads; for the refresher's thread alone, beside which nobody else does."""
@@ -138,7 +141,7 @@ class _VolatileMemoryTable:
         # Found once, and noted later, when the caller may have changed them.
         keys = keys.clone() if is_noted else keys
         with self._lock.shared():
-            self._store._check_open()
+            self._store._check_table(self)
             found = self._rows.find(keys)
             is_found = self._rows.read(found, lines.numpy())
             read = _Read(found, self._rows.num_moves, next(self._epochs))
