@@ -96,6 +96,11 @@ class Database:
         _open_databases.add(self)
 
     @property
+    def is_snapshot(self) -> bool:
+        """True where the folder is a snapshot's own, and not links to another store's files."""
+        return self.is_read_only and self.store == self.folder
+
+    @property
     def is_open(self) -> bool:
         """Whether this process has the database open."""
         return not self._is_closed and self._process == os.getpid()

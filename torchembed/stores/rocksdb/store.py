@@ -70,11 +70,12 @@ class RocksDBStore:
         with database.lock:
             database.check_open()
             if name not in database.records:
-                if database.is_read_only:
+                if database.is_read_only and not database.is_snapshot:
                     raise RowStoreError(
                         f"the store in {database.store} is only read, and has no table {name!r}; "
                         f"it has {sorted(database.records)}"
                     )
+                database.check_writable()
                 database.add_table(name, line_bytes)
             record = database.records[name]
         check_same_line(str(database.folder), name, record.line_bytes, line_bytes)
