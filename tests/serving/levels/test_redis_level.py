@@ -140,7 +140,8 @@ class Traffic:
 def test_answers_go_on_and_are_never_stale(
     tmp_path: Path, uppermost: str, keeps_rows: str, max_missed_keys: int
 ) -> None:
-    with redis_server("--appendonly", keeps_rows) as server:
+    # By default Redis may acknowledge what it then loses where it is killed within two seconds.
+    with redis_server("--appendonly", keeps_rows, "--appendfsync", "always") as server:
         kill_amid_traffic(server, tmp_path, UPPERMOST[uppermost](), max_missed_keys)
 
 
