@@ -1,19 +1,25 @@
 """Sharded tables in a model that ``torch.distributed.fsdp.fully_shard`` is applied to."""
 
+import functools
+from collections.abc import Callable
+
 from torch import nn
-from torch.distributed._composable.contract import contract
 
 from torchembed.modules.table_module import TableModule
 
 
-@contract()
-def replicate(module: nn.Module) -> nn.Module:
-    """Marks ``module`` as one of those that ``fully_shard`` passes over.
+@functools.cache
+def _mark() -> Callable[[nn.Module], nn.Module]:
+    """The function that marks a module as one of those that ``fully_shard`` passes over."""
+    from torch.distributed._composable.contract import contract
 
-    It goes by the name of this function: torch's own ``replicate`` marks modules so whose
-    parameters are not to be divided over ranks again.
-    """
-    return module
+    # Known by its name: torch's own ``replicate`` marks modules so whose parameters are not to be
+    # divided over ranks again.
+    @contract()
+    def replicate(module: nn.Module) -> nn.Module:
+        return module
+
+    return replicate
 
 
 def leave_to_torchembed(model: nn.Module) -> None:
@@ -23,4 +29,4 @@ def leave_to_torchembed(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, TableModule):
-            replicate(module)
+            _mark()(module)
