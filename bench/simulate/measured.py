@@ -9,8 +9,8 @@ from bench.simulate.step import Setting, simulated_step
 from torchembed.sharding.planning.topology import GPUS
 
 MOST_SPREAD = 1.1
-"""Longest time of a row that is taken, over its shortest and over that in which the GPU was busy: in
-others the host was late."""
+"""Longest time of a row that is taken, over its shortest and over that in which the GPU was busy:
+in others the host was late."""
 
 
 class Comparison(NamedTuple):
