@@ -20,7 +20,7 @@ import tyro
 from bench.planning.costs import RESULTS, stored_rows
 from bench.simulate.measured import comparisons, fitted
 from bench.simulate.picture import Simulated, draw
-from bench.simulate.schedule import FITTED, run
+from bench.simulate.schedule import FITTED, run, stage_of
 from bench.simulate.step import Setting, simulated_step
 from torchembed.sharding.planning.topology import GPUS
 
@@ -99,7 +99,7 @@ def print_steps(config: Config) -> None:
         of_one = of_one or samples / num_gpus
         stages: dict[str, float] = {}
         for task in tasks:
-            name = task.name.rstrip("0123456789 ")
+            name = stage_of(task.name)
             stages[name] = stages.get(name, 0.0) + 1e3 * task.seconds
         longest = sorted(stages, key=lambda name: -stages[name])[:3]
         print(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.simulate.schedule import Engine, Span
+from bench.simulate.schedule import Engine, Span, stage_of
 
 
 class Simulated(NamedTuple):
@@ -43,13 +43,9 @@ def draw(steps: Sequence[Simulated], path: Path, *, title: str) -> None:
     pyplot.close(figure)
 
 
-def _stage(span: Span) -> str:
-    """The name of a span without the number of its part."""
-    return span.name.rstrip("0123456789 ")
-
-
 def _stages(steps: Sequence[Simulated]) -> list[str]:
-    return [_stage(span) for step in steps for span in sorted(step.spans, key=lambda s: s.start)]
+    spans = [span for step in steps for span in sorted(step.spans, key=lambda s: s.start)]
+    return [stage_of(span.name) for span in spans]
 
 
 def _draw_timeline(axis: Any, step: Simulated, colours: dict[str, tuple[float, ...]]) -> None:
@@ -67,7 +63,7 @@ def _draw_timeline(axis: Any, step: Simulated, colours: dict[str, tuple[float, .
                 first + row,
                 1e3 * (span.end - span.start),
                 left=1e3 * span.start,
-                color=colours[_stage(span)],
+                color=colours[stage_of(span.name)],
                 edgecolor="white",
             )
         bottom += max(len(ends), 1)

@@ -50,6 +50,11 @@ class Span(NamedTuple):
     end: float
 
 
+def stage_of(task: str) -> str:
+    """The stage that the task of that name is a part of: its name without the number."""
+    return task.rstrip("0123456789 ")
+
+
 def run(tasks: Sequence[Task], sharing: Sharing) -> list[Span]:
     """The times of ``tasks``, in the order in which they end.
 

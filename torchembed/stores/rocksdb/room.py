@@ -1,4 +1,4 @@
-"""Whether a disk has the room that RocksDB needs to be opened."""
+"""Check that a disk has the room that RocksDB needs to be opened."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from torchembed.stores.rocksdb.faults import system_fault
 
 _OPENING_BYTES = 1 << 20
-"""Of files that an opened database has beside lines."""
+"""Bytes of the files that an opened database has beside lines."""
 
 
 def check_room(folder: Path, rows: Path) -> None:
