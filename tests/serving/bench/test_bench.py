@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.serving.servers import main as compare_servers
 from tests.support.server_processes import running_server
 from tests.zoo.served_models import MODELS
 from torchembed.serving.bench.__main__ import main
@@ -94,7 +95,9 @@ def test_requests_are_made_of_the_metadata() -> None:
         MadeRequests([{"name": "x", "datatype": "BYTES", "shape": [-1]}], batch_size=1, num_ids=1)
 
 
-def test_a_server_and_a_model_without_one_are_measured(tmp_path: Path) -> None:
+def test_a_server_and_a_model_without_one_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     case, models, output = MODELS["tasks"](), tmp_path / "models", tmp_path / "figures.json"
     deploy(case.model, models, name="m", version=1, examples=case.examples(4))
     common = ["--model", "m", "--num-ids", "30", "--seconds", "0.3", "--output", str(output)]
@@ -112,7 +115,21 @@ def test_a_server_and_a_model_without_one_are_measured(tmp_path: Path) -> None:
             stages = figures["milliseconds_by_stage"]
             assert stages["model"] > 0 and stages["lookup cache"] > 0
             assert figures["hit_rate"] > 0.9
+            capsys.readouterr()
+            servers = ["--servers", f"a={url}", f"b={url}", "--protocol", protocol]
+            flags = ["--model", "m", "--num-ids", "30", "--batch-sizes", "2", "--clients", "2"]
+            assert compare_servers([*servers, *flags, "--seconds", "0.1", "--rounds", "1"]) == 0
+            header, first, second, ratios = capsys.readouterr().out.splitlines()
+            assert header.split()[-1] == "failed"
+            assert first.split()[:2] == ["2", "a"] and second.split()[:2] == ["2", "b"]
+            assert first.split()[-1] == second.split()[-1] == "0"
+            assert ratios.split()[:4] == ["2", "ratio", "to", "b"]
+            rates = [float(row.split()[2]) for row in (first, second)]
+            assert float(ratios.split()[4]) == pytest.approx(rates[0] / rates[1], abs=0.01)
     assert main([*common, "--in-process", str(models), "--batch-sizes", "2", "8"]) == 0
     sizes = [row["batch_size"] for row in json.loads(output.read_text())["in_process"]]
     assert sizes == [2, 8]
     assert main(common) == 2
+    with pytest.raises(SystemExit):
+        compare_servers(["--servers", "127.0.0.1:8000", "--model", "m"])
+    assert "--servers must be NAME=HOST:PORT, got '127.0.0.1:8000'" in capsys.readouterr().err
