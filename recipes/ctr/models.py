@@ -1,7 +1,7 @@
 """The models of clicks: what each adds to the configuration, and how it is built."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, TypedDict
 
 import torch
 from torch import nn
@@ -52,6 +52,14 @@ class FactorizationMachineConfig(CtrConfig):
         )
 
 
+class _MLPArguments(TypedDict):
+    layer_sizes: tuple[int, ...]
+    dropout: float
+    batch_norm: bool
+    dense_in_features: int
+    dense_device: torch.device
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLPConfig(CtrConfig):
     """A model with an MLP."""
@@ -61,6 +69,16 @@ class MLPConfig(CtrConfig):
     dropout: float = 0.2
     batch_norm: bool = False
 
+    def _of_mlp(self, num_dense: int, device: torch.device) -> _MLPArguments:
+        """The arguments that models with an MLP have in common."""
+        return {
+            "layer_sizes": self.layer_sizes,
+            "dropout": self.dropout,
+            "batch_norm": self.batch_norm,
+            "dense_in_features": num_dense,
+            "dense_device": device,
+        }
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DNNConfig(MLPConfig):
@@ -69,14 +87,7 @@ class DNNConfig(MLPConfig):
     title: ClassVar[str] = "DNN"
 
     def build(self, collections: Collections, num_dense: int, device: torch.device) -> nn.Module:
-        return DNN(
-            collections(self.embedding_dim),
-            layer_sizes=self.layer_sizes,
-            dropout=self.dropout,
-            batch_norm=self.batch_norm,
-            dense_in_features=num_dense,
-            dense_device=device,
-        )
+        return DNN(collections(self.embedding_dim), **self._of_mlp(num_dense, device))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,11 +100,7 @@ class WideAndDeepConfig(MLPConfig):
         return WideAndDeep(
             collections(self.embedding_dim),
             collections(1, _WEIGHTS),
-            layer_sizes=self.layer_sizes,
-            dropout=self.dropout,
-            batch_norm=self.batch_norm,
-            dense_in_features=num_dense,
-            dense_device=device,
+            **self._of_mlp(num_dense, device),
         )
 
 
@@ -107,11 +114,7 @@ class DeepFMConfig(MLPConfig):
         return DeepFM(
             collections(self.embedding_dim),
             collections(1, _WEIGHTS),
-            layer_sizes=self.layer_sizes,
-            dropout=self.dropout,
-            batch_norm=self.batch_norm,
-            dense_in_features=num_dense,
-            dense_device=device,
+            **self._of_mlp(num_dense, device),
         )
 
 
@@ -126,11 +129,7 @@ class DCNConfig(MLPConfig):
         return DCN(
             collections(self.embedding_dim),
             num_cross_layers=self.num_cross_layers,
-            layer_sizes=self.layer_sizes,
-            dropout=self.dropout,
-            batch_norm=self.batch_norm,
-            dense_in_features=num_dense,
-            dense_device=device,
+            **self._of_mlp(num_dense, device),
         )
 
 
@@ -145,11 +144,7 @@ class DCNv2Config(MLPConfig):
         return DCNv2(
             collections(self.embedding_dim),
             num_cross_layers=self.num_cross_layers,
-            layer_sizes=self.layer_sizes,
-            dropout=self.dropout,
-            batch_norm=self.batch_norm,
-            dense_in_features=num_dense,
-            dense_device=device,
+            **self._of_mlp(num_dense, device),
         )
 
 
@@ -188,11 +183,7 @@ class XDeepFMConfig(MLPConfig):
             collections(self.embedding_dim),
             collections(1, _WEIGHTS),
             cin_layer_sizes=self.cin_layer_sizes,
-            layer_sizes=self.layer_sizes,
-            dropout=self.dropout,
-            batch_norm=self.batch_norm,
-            dense_in_features=num_dense,
-            dense_device=device,
+            **self._of_mlp(num_dense, device),
         )
 
 
@@ -212,11 +203,7 @@ class AutoIntConfig(MLPConfig):
             num_attention_layers=self.num_attention_layers,
             attention_dim=self.attention_dim,
             num_heads=self.num_heads,
-            layer_sizes=self.layer_sizes,
-            dropout=self.dropout,
-            batch_norm=self.batch_norm,
-            dense_in_features=num_dense,
-            dense_device=device,
+            **self._of_mlp(num_dense, device),
         )
 
 
