@@ -1,6 +1,7 @@
 """Levels that stay away: others take updates meanwhile, and nothing stale is answered afterwards,
 not even by the next process."""
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -85,21 +86,26 @@ def test_what_redis_missed_is_not_answered_by_it(tmp_path: Path, crashes: bool) 
         return RowLevels(stores, [TABLE], names=names, back_off_seconds=0.0, records=disk)
 
     with redis_server() as server, RocksDBStore(tmp_path / "rows") as disk:
-        options = RedisOptions(addresses=(server.address,), timeout_seconds=0.2)
-        with RedisStore(options) as redis:
-            levels = over(redis, disk)
+        options = RedisOptions(addresses=(server.address,))
+        impatient = dataclasses.replace(options, timeout_seconds=0.2)
+        with RedisStore(options) as redis, RedisStore(impatient) as first:
+            levels = over(first, disk)
             write(levels, 1.0)
             with server.stopped():
                 for number in range(2, 30):
                     write(levels, float(number))
                 assert levels.statistics()[0].num_missed_keys == len(KEYS)
+                if crashes:
+                    # Its thread would bring Redis back as soon as that answers; so it cannot.
+                    first.close()
             if crashes:
                 # What the process knew is gone; Redis has kept the rows of before.
                 redis.table("t", 8).write(KEYS, torch.ones(len(KEYS), 2).view(torch.uint8))
                 levels = over(redis, disk)
                 assert levels.statistics()[0].is_away
+            table = redis.table("t", 8)
             wait_until(lambda: numbers(levels) == {29.0} and not levels.statistics()[0].is_away)
-            assert numbers(levels) == {29.0}
+            wait_until(lambda: numbers(levels) == {29.0} and table.num_rows() == len(KEYS))
             # It has the rows again, and the next process does not empty it.
             assert over(redis, disk).statistics()[0].is_away is False
-            assert redis.table("t", 8).num_rows() == len(KEYS)
+            assert table.num_rows() == len(KEYS)
