@@ -361,11 +361,14 @@ def test_threads_read_whole_lines_while_others_write(store: RowStore) -> None:
     assert failures == []
     lines = torch.zeros(500, 64, dtype=torch.uint8)
     table.read(keys, lines)
-    # In Redis each partition's part of a call is done whole, and others' calls may come between.
-    num_parts = store.options.num_partitions if isinstance(store, RedisStore) else 1
-    parts = partition_of(keys, num_parts)
-    for part in range(num_parts):
-        assert lines[parts == part].unique().tolist() in ([129], [229])
+    # In Redis each partition's part of a batch is done whole, and others' batches may come between.
+    num_parts, num_rows = 1, len(keys)
+    if isinstance(store, RedisStore):
+        num_parts, num_rows = store.options.num_partitions, store.options.max_batch_rows
+    for of_batch, batch in zip(keys.split(num_rows), lines.split(num_rows), strict=True):
+        parts = partition_of(of_batch, num_parts)
+        for part in range(num_parts):
+            assert batch[parts == part].unique().tolist() in ([129], [229])
 
 
 def test_a_dropped_table_has_no_lines_and_is_made_anew(store: RowStore) -> None:

@@ -85,7 +85,8 @@ def redis_cluster(num_nodes: int = 3) -> Iterator[list[RedisServer]]:
     with ExitStack() as stack:
         servers = []
         for _ in range(num_nodes):
-            port = ("--cluster-port", str(free_port()), "--cluster-node-timeout", "1000")
+            # On a busy machine a node may be silent for seconds, and must not be taken for lost.
+            port = ("--cluster-port", str(free_port()), "--cluster-node-timeout", "10000")
             servers.append(
                 stack.enter_context(redis_server("--cluster-enabled", "yes", *port)),
             )
