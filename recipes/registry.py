@@ -10,8 +10,10 @@ import torch
 from recipes.ctr import frappe, made, ml1m
 from recipes.dlrm_dcnv2 import config as dlrm
 from recipes.dlrm_dcnv2.run import run as run_dlrm
+from recipes.dlrm_dcnv2.served import served as served_dlrm
 from recipes.result import RankingResult, Result, Stopped, TasksResult
 from recipes.sequences import candidates, encoders
+from recipes.served_run import ServedRun
 from recipes.tasks import ml1m as tasks_of_ml1m
 from recipes.tasks import sines
 
@@ -25,6 +27,9 @@ class Recipe(NamedTuple):
     run: Callable[[Any, torch.device, Path], Result | RankingResult | TasksResult | Stopped]
     """Trains, on every rank, from the config, this rank's device and the output folder, which is
     empty or holds an earlier part of the run to go on with."""
+    served: Callable[[Any, Path], ServedRun] | None = None
+    """From the config and the output folder of a run to what servers answer from; None where none
+    can."""
 
     @property
     def summary(self) -> str:
@@ -38,22 +43,28 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "dlrm_dcnv2": Recipe(dlrm.fitting, run_dlrm),
-    "dlrm_dcnv2.quickstart": Recipe(dlrm.quickstart, run_dlrm),
-    "dlrm_dcnv2.criteo_kaggle": Recipe(dlrm.criteo_kaggle, run_dlrm),
-    "dlrm_dcnv2.mlperf": Recipe(dlrm.mlperf, run_dlrm),
-    **{name: Recipe(config, made.run) for name, config in made.CONFIGS.items()},
-    **{f"{name}.frappe": Recipe(config, frappe.run) for name, config in frappe.CONFIGS.items()},
-    **{f"{name}.ml1m": Recipe(config, ml1m.run) for name, config in ml1m.CONFIGS.items()},
+    "dlrm_dcnv2": Recipe(dlrm.fitting, run_dlrm, served_dlrm),
+    "dlrm_dcnv2.quickstart": Recipe(dlrm.quickstart, run_dlrm, served_dlrm),
+    "dlrm_dcnv2.criteo_kaggle": Recipe(dlrm.criteo_kaggle, run_dlrm, served_dlrm),
+    "dlrm_dcnv2.mlperf": Recipe(dlrm.mlperf, run_dlrm, served_dlrm),
+    **{name: Recipe(config, made.run, made.served) for name, config in made.CONFIGS.items()},
+    **{
+        f"{name}.frappe": Recipe(config, frappe.run, frappe.served)
+        for name, config in frappe.CONFIGS.items()
+    },
+    **{
+        f"{name}.ml1m": Recipe(config, ml1m.run, ml1m.served)
+        for name, config in ml1m.CONFIGS.items()
+    },
     # The first names of dcnv2.frappe and dcnv2.ml1m.
-    "ctr-frappe": Recipe(frappe.CONFIGS["dcnv2"], frappe.run),
-    "ctr-ml1m": Recipe(ml1m.CONFIGS["dcnv2"], ml1m.run),
-    "shared-bottom": Recipe(tasks_of_ml1m.shared_bottom, tasks_of_ml1m.run),
-    "shared-bottom.sines": Recipe(sines.shared_bottom, sines.run),
-    "mmoe": Recipe(tasks_of_ml1m.mmoe, tasks_of_ml1m.run),
-    "mmoe.sines": Recipe(sines.mmoe, sines.run),
-    "ple": Recipe(tasks_of_ml1m.ple, tasks_of_ml1m.run),
-    "ple.sines": Recipe(sines.ple, sines.run),
+    "ctr-frappe": Recipe(frappe.CONFIGS["dcnv2"], frappe.run, frappe.served),
+    "ctr-ml1m": Recipe(ml1m.CONFIGS["dcnv2"], ml1m.run, ml1m.served),
+    "shared-bottom": Recipe(tasks_of_ml1m.shared_bottom, tasks_of_ml1m.run, tasks_of_ml1m.served),
+    "shared-bottom.sines": Recipe(sines.shared_bottom, sines.run, sines.served),
+    "mmoe": Recipe(tasks_of_ml1m.mmoe, tasks_of_ml1m.run, tasks_of_ml1m.served),
+    "mmoe.sines": Recipe(sines.mmoe, sines.run, sines.served),
+    "ple": Recipe(tasks_of_ml1m.ple, tasks_of_ml1m.run, tasks_of_ml1m.served),
+    "ple.sines": Recipe(sines.ple, sines.run, sines.served),
     "sasrec": Recipe(encoders.sasrec, encoders.run),
     "hstu": Recipe(encoders.hstu, encoders.run),
     "din": Recipe(candidates.din, candidates.run),

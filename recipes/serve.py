@@ -20,35 +20,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipes.dlrm_dcnv2.config import DlrmConfig
-from recipes.dlrm_dcnv2.run import build_model, open_split
 from recipes.live.broker import own_broker
 from recipes.live.following import follow, running_trainer
+from recipes.live.trainer import can_train, num_ids
 from recipes.output import RUNS, earlier_arguments, newest_run
 from recipes.registry import RECIPES
 from recipes.train import parse
-from torchembed.data import Batch, Split
 from torchembed.serving.models import deploy, versions_in
-from torchembed.training import CheckpointFolder, TrainingRun
+from torchembed.training import CheckpointFolder
 
-_SERVED = tuple(name for name in RECIPES if name.startswith("dlrm_dcnv2"))
+_SERVED = tuple(name for name, recipe in RECIPES.items() if recipe.served is not None)
 _MODELS = RUNS / "serving" / "models"
 
 
-class Served(NamedTuple):
+class DeployedRun(NamedTuple):
     """A run that was deployed.
 
     Attributes:
         name: of the model.
         version: number of steps after which its checkpoint was saved.
         request: a JSON file with a request of two samples.
-        num_ids: each table has at least so many.
     """
 
     name: str
     version: int
     request: Path
-    num_ids: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,6 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--kafka", metavar="BROKERS", help="of updates; --live makes its own")
     given, flags = parser.parse_known_args(arguments)
+    if given.live and not can_train(given.recipe):
+        parser.error(
+            f"--live must be left out for {given.recipe}, since only a run of dlrm_dcnv2 can be "
+            "trained on beside its server"
+        )
     run = given.run or newest_or_trained(given.recipe)
     served = deploy_run(given.recipe, run, given.models)
     print(f"serving version {served.version} of {served.name}, from {run}", flush=True)
@@ -80,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         server = stack.enter_context(running_server(given.models, flags))
         address = server.address
         url = f"http://{address}/v2/models/{served.name}/infer"
-        clicks = ask(url, served.request.read_bytes())
-        print(f"the probabilities of two clicks: {clicks}", flush=True)
+        for output, numbers in ask(url, served.request.read_bytes()).items():
+            print(f"{output} of two samples: {numbers}", flush=True)
         print(f"serving at http://{address}; ask it again with\n", flush=True)
         print(f"  curl -s {url} -d @{served.request}\n", flush=True)
         if given.live:
@@ -89,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stack.enter_context(running_trainer(given.recipe, run, brokers, served.name))
             picture = given.models.parent / "live.png"
             print(f"the picture of what follows is {picture}", flush=True)
-            follow(address, served.name, served.num_ids, picture, server.is_ending)
+            known_ids = num_ids(_config_of(given.recipe, run))
+            follow(address, served.name, known_ids, picture, server.is_ending)
         return server.process.wait()
 
 
@@ -97,66 +99,59 @@ def newest_or_trained(recipe: str) -> Path:
     """The newest run of a recipe that has saved a checkpoint; trains one where there is none."""
     with contextlib.suppress(FileNotFoundError):
         folder = newest_run(recipe)
-        if CheckpointFolder(folder / "checkpoint").steps():
+        saved = (folder / "checkpoint", *folder.glob("seed-*/checkpoint"))
+        if any(CheckpointFolder(path).steps() for path in saved):
             return folder
     print(f"{RUNS} holds no run of {recipe} yet: training one", flush=True)
     subprocess.run([sys.executable, "-m", "recipes.train", recipe], check=True)
     return newest_run(recipe)
 
 
-def deploy_run(recipe: str, run: Path, models: Path) -> Served:
-    """Deploy the newest checkpoint of a run, unless it is deployed; the version is its number of
-    steps.
+def deploy_run(recipe: str, run: Path, models: Path) -> DeployedRun:
+    """Deploy the newest checkpoint of a run, or of its best seed, unless it is; the version
+    is its number of steps.
 
     Raises:
         FileNotFoundError: where the run has saved no checkpoint.
     """
-    config = parse([recipe, *earlier_arguments(run, recipe)]).config
-    assert isinstance(config, DlrmConfig)
-    checkpoints = CheckpointFolder(run / "checkpoint")
-    if not checkpoints.steps():
-        raise FileNotFoundError(f"run {run} must have saved a checkpoint, and has none")
-    name, version = "dlrm_dcnv2", checkpoints.steps()[-1]
-    rows = open_split(config, Split.VALIDATION)
-    batch = next(iter(rows))
-    request = models.parent / f"{name}.json"
-    if version not in versions_in(models, name):
-        model = build_model(config, rows, torch.device("cpu"))
-        checkpoints.load(TrainingRun(model=model), version)
-        assert batch.dense is not None
+    make_served = RECIPES[recipe].served
+    assert make_served is not None
+    served = make_served(_config_of(recipe, run), run)
+    if served.version not in versions_in(models, recipe):
         deploy(
-            model,
+            served.load_model(),
             models,
-            name=name,
-            version=version,
-            examples=(batch.dense, batch.sparse),
-            output="sigmoid",
-            output_names=["click"],
+            name=recipe,
+            version=served.version,
+            examples=served.examples,
+            output=served.output,
+            output_names=served.output_names,
         )
-    request.write_text(json.dumps(_request(batch)))
-    return Served(name, version, request, min(rows.table_sizes))
+    inputs = [_as_json(name, values) for name, values in served.request.items()]
+    request = models.parent / f"{recipe}.json"
+    request.write_text(json.dumps({"inputs": inputs}))
+    return DeployedRun(recipe, served.version, request)
 
 
-def _request(batch: Batch) -> dict[str, Any]:
-    """A request of the first two samples of a batch."""
-    assert batch.dense is not None
-    inputs = [_tensor("dense_features", "FP32", batch.dense[:2])]
-    features = batch.sparse
-    lengths = features.lengths()
-    begins = lengths.flatten().cumsum(0).view_as(lengths) - lengths
-    for key, counts, (begin, *_) in zip(features.keys, lengths, begins.tolist(), strict=True):
-        ids = features.values[begin : begin + int(counts[:2].sum())]
-        if features.hotness is None:
-            inputs.append(_tensor(f"{key}.lengths", "INT32", counts[:2]))
-        else:
-            ids = ids.view(2, -1)
-        inputs.append(_tensor(key, "INT64", ids))
-    return {"inputs": inputs}
+def _config_of(recipe: str, run: Path) -> Any:
+    """The config with which a run was started."""
+    return parse([recipe, *earlier_arguments(run, recipe)]).config
 
 
-def _tensor(name: str, datatype: str, values: torch.Tensor) -> dict[str, Any]:
-    data = [round(value, 6) if datatype == "FP32" else value for value in values.flatten().tolist()]
-    return {"name": name, "datatype": datatype, "shape": list(values.shape), "data": data}
+def _as_json(name: str, values: torch.Tensor) -> dict[str, Any]:
+    """An input of a request in the open inference protocol."""
+    data = values.flatten().tolist()
+    if values.is_floating_point():
+        data = [round(value, 6) for value in data]
+    return {
+        "name": name,
+        "datatype": _DATATYPES[values.dtype],
+        "shape": list(values.shape),
+        "data": data,
+    }
+
+
+_DATATYPES = {torch.float32: "FP32", torch.int32: "INT32", torch.int64: "INT64"}
 
 
 class RunningServer(NamedTuple):
@@ -210,12 +205,11 @@ def running_server(models: Path, flags: Sequence[str]) -> Iterator[RunningServer
         process.stdout.close()
 
 
-def ask(url: str, request: bytes) -> list[float]:
-    """The output ``click`` of an answer to a JSON request."""
+def ask(url: str, request: bytes) -> dict[str, list[float]]:
+    """The outputs of an answer to a JSON request, flat, by name."""
     with urllib.request.urlopen(url, data=request, timeout=60) as response:
         answer = json.load(response)
-    (clicks,) = (output["data"] for output in answer["outputs"] if output["name"] == "click")
-    return clicks
+    return {output["name"]: output["data"] for output in answer["outputs"]}
 
 
 if __name__ == "__main__":

@@ -31,9 +31,11 @@ from recipes.ctr.models import (
 from recipes.ctr.number_file import read_numbers
 from recipes.ctr.rows import OneIdEach, Rows
 from recipes.ctr.run import run_seeds
+from recipes.ctr.served import served_clicks
 from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
 from recipes.result import Result, Stopped
+from recipes.served_run import ServedRun
 from torchembed.data.data_path import DataPath
 from torchembed.models import DLRMInteraction
 
@@ -118,6 +120,12 @@ def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopp
     """Train on Frappe_x1 as published."""
     splits = read(find_data(*FILES, data=config.data))
     return run_seeds(config, lambda seed: splits, device, output)
+
+
+def served(config: CtrConfig, output: Path) -> ServedRun:
+    """The best seed's model, asked of test rows."""
+    splits = read(find_data(*FILES, data=config.data))
+    return served_clicks(config, lambda seed: splits, output)
 
 
 def read(path: DataPath) -> Splits:

@@ -12,8 +12,10 @@ from recipes.ctr.config import CtrConfig
 from recipes.ctr.models import MODELS
 from recipes.ctr.rows import BagEach, OneIdEach, Rows
 from recipes.ctr.run import run_seeds
+from recipes.ctr.served import served_clicks
 from recipes.ctr.splits import Splits
 from recipes.result import Result, Stopped
+from recipes.served_run import ServedRun
 from torchembed.data import ClickLog, ClickLogConfig, Split
 
 LOG = ClickLogConfig(num_train=1 << 18, num_held_out=1 << 16)
@@ -44,7 +46,7 @@ CONFIGS = {name: _config(kind) for name, kind in MODELS.items()}
 
 def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopped:
     """Train on the made log; the result says how good a model can be."""
-    logs = {split: ClickLog(LOG, batch_size=1 << 14, split=split) for split in PARTS}
+    logs = _logs()
     splits = read(list(logs.values()))
     result = run_seeds(config, lambda seed: splits, device, output)
     if isinstance(result, Stopped):
@@ -53,6 +55,17 @@ def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopp
     return dataclasses.replace(
         result, bayes_auc=test.bayes_auc(), bayes_logloss=test.bayes_logloss()
     )
+
+
+def served(config: CtrConfig, output: Path) -> ServedRun:
+    """The best seed's model, asked of test rows."""
+    splits = read(list(_logs().values()))
+    return served_clicks(config, lambda seed: splits, output)
+
+
+def _logs() -> dict[Split, ClickLog]:
+    """The rows that train, validate and test."""
+    return {split: ClickLog(LOG, batch_size=1 << 14, split=split) for split in PARTS}
 
 
 def read(logs: list[ClickLog]) -> Splits:

@@ -19,9 +19,11 @@ from recipes.ctr.models import MODELS
 from recipes.ctr.number_file import read_numbers
 from recipes.ctr.rows import BagEach, OneIdEach, Rows
 from recipes.ctr.run import run_seeds
+from recipes.ctr.served import served_clicks
 from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
 from recipes.result import Result, Stopped
+from recipes.served_run import ServedRun
 from torchembed.data import text_ids
 from torchembed.data.data_path import DataPath
 
@@ -58,6 +60,12 @@ def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopp
     """Train on random divisions of the ratings."""
     rows = read(find_data(*FILES, data=config.data))
     return run_seeds(config, lambda seed: divide(rows, seed), device, output)
+
+
+def served(config: CtrConfig, output: Path) -> ServedRun:
+    """The best seed's model, asked of test rows."""
+    rows = read(find_data(*FILES, data=config.data))
+    return served_clicks(config, lambda seed: divide(rows, seed), output)
 
 
 def divide(rows: Rows, seed: int) -> Splits:

@@ -12,7 +12,9 @@ import torch
 
 from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.dlrm_dcnv2.run import build_model, build_optimizers, open_split
+from recipes.dlrm_dcnv2.run import run as run_dlrm
 from recipes.output import earlier_arguments
+from recipes.registry import RECIPES
 from recipes.train import parse
 from torchembed.data import BackgroundLoader, Split
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
@@ -24,6 +26,16 @@ from torchembed.training import (
     TrainPipeline,
     train,
 )
+
+
+def can_train(recipe: str) -> bool:
+    """True for recipes whose runs this can train on."""
+    return RECIPES[recipe].run is run_dlrm
+
+
+def num_ids(config: DlrmConfig) -> int:
+    """The least number of rows that a table of a run has."""
+    return min(open_split(config, Split.VALIDATION).table_sizes)
 
 
 def main() -> None:

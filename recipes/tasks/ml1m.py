@@ -5,15 +5,18 @@ features are those of the recipe ctr-ml1m.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from recipes.ctr import ml1m
+from recipes.ctr.rows import Rows
 from recipes.data_folder import find_data
 from recipes.result import Stopped, TasksResult
+from recipes.served_run import ServedRun
 from recipes.tasks.config import Architecture, TasksConfig
-from recipes.tasks.run import chosen_tasks, run_seeds
+from recipes.tasks.run import chosen_tasks, run_seeds, served_tasks
 from torchembed.training import Task, TaskKind
 
 TASKS = (Task(name="like", kind=TaskKind.BINARY), Task(name="rating", kind=TaskKind.REGRESSION))
@@ -49,8 +52,20 @@ def ple(data: str | Path | None = None) -> TasksConfig:
 def run(config: TasksConfig, device: torch.device, output: Path) -> TasksResult | Stopped:
     """Train on random divisions of the ratings."""
     tasks = chosen_tasks(config, TASKS)
+    rows = _read(config, tasks)
+    return run_seeds(config, tasks, lambda seed: ml1m.divide(rows, seed), device, output)
+
+
+def served(config: TasksConfig, output: Path) -> ServedRun:
+    """The best seed's model, asked of test rows."""
+    tasks = chosen_tasks(config, TASKS)
+    rows = _read(config, tasks)
+    return served_tasks(config, tasks, lambda seed: ml1m.divide(rows, seed), output)
+
+
+def _read(config: TasksConfig, tasks: Sequence[Task]) -> Rows:
+    """All ratings, with the labels of the tasks."""
     rated = ml1m.read_rated(find_data(*ml1m.FILES, data=config.data))
     of_tasks = {"like": (rated.labels >= 4).float(), "rating": rated.labels}
     labels = {task.name: of_tasks[task.name] for task in tasks}
-    rows = dataclasses.replace(rated, labels=labels)
-    return run_seeds(config, tasks, lambda seed: ml1m.divide(rows, seed), device, output)
+    return dataclasses.replace(rated, labels=labels)

@@ -11,13 +11,17 @@ from torch import nn
 import torchembed
 from recipes.ctr.early_stopped import Report, SeedRun, Trainee, train_early_stopped
 from recipes.ctr.rows import Rows
+from recipes.ctr.served import served_best
 from recipes.ctr.splits import Splits
 from recipes.ranks import check_batch_size, shard_over_ranks, table_device
 from recipes.result import Stopped, TasksResult
 from recipes.seeds import train_each_seed
+from recipes.served_run import ServedRun
 from recipes.tasks.config import Architecture, TasksConfig
 from torchembed.models import PLE, MMoE, SharedBottom
-from torchembed.training import MultiTaskLoss, Task, TaskEvaluations, evaluate
+from torchembed.training import MultiTaskLoss, Task, TaskEvaluations, TaskKind, evaluate
+
+_OUTPUTS = {TaskKind.BINARY: "sigmoid", TaskKind.REGRESSION: "as_it_is"}
 
 
 def chosen_tasks(config: TasksConfig, tasks: Sequence[Task]) -> tuple[Task, ...]:
@@ -104,6 +108,25 @@ def _report(now: TaskEvaluations, stop_on: str | None) -> Report:
         metrics={f"validation/{name}": value for name, value in scalars.items()},
         description=", ".join(f"{name} {value:.5f}" for name, value in scalars.items()),
     )
+
+
+def served_tasks(
+    config: TasksConfig, tasks: Sequence[Task], read: Callable[[int], Splits], output: Path
+) -> ServedRun:
+    """The best seed's model, which gives a probability or a number for each task by its name, asked
+    of the first test rows.
+
+    Args:
+        tasks: those that were trained.
+        read: from a seed to the divided rows.
+        output: of the run.
+    """
+
+    def build(seed: int) -> nn.Module:
+        return build_model(config, tasks, read(seed).rows, seed, torch.device("cpu"))
+
+    outputs = {task.name: _OUTPUTS[task.kind] for task in tasks}
+    return served_best(config, read, build, output)._replace(output=outputs)
 
 
 def build_model(

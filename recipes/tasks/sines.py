@@ -23,8 +23,9 @@ from torch import Tensor
 from recipes.ctr.rows import OneIdEach, Rows
 from recipes.ctr.splits import Splits
 from recipes.result import Stopped, TasksResult
+from recipes.served_run import ServedRun
 from recipes.tasks.config import Architecture, TasksConfig
-from recipes.tasks.run import chosen_tasks, run_seeds
+from recipes.tasks.run import chosen_tasks, run_seeds, served_tasks
 from torchembed.training import Task, TaskKind
 
 TASKS = tuple(Task(name=name, kind=TaskKind.REGRESSION) for name in ("first", "second"))
@@ -86,6 +87,12 @@ def run(config: SinesConfig, device: torch.device, output: Path) -> TasksResult 
     """Train on rows that are made for each seed."""
     tasks = chosen_tasks(config, TASKS)
     return run_seeds(config, tasks, lambda seed: make(config, tasks, seed), device, output)
+
+
+def served(config: SinesConfig, output: Path) -> ServedRun:
+    """The best seed's model, asked of test rows."""
+    tasks = chosen_tasks(config, TASKS)
+    return served_tasks(config, tasks, lambda seed: make(config, tasks, seed), output)
 
 
 def make(config: SinesConfig, tasks: tuple[Task, ...], seed: int) -> Splits:

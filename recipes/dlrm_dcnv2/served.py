@@ -1,0 +1,33 @@
+"""DLRM-DCNv2 as servers answer from it."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from recipes.dlrm_dcnv2.config import DlrmConfig
+from recipes.dlrm_dcnv2.run import build_model, open_split
+from recipes.served_run import ServedRun, click_request, newest_step
+from torchembed.data import Split
+from torchembed.training import CheckpointFolder, TrainingRun
+
+
+def served(config: DlrmConfig, output: Path) -> ServedRun:
+    """The newest model, which gives the probability of a click, asked of validation rows."""
+    checkpoints = output / "checkpoint"
+    version = newest_step(checkpoints)
+    rows = open_split(config, Split.VALIDATION)
+
+    def load_model() -> nn.Module:
+        model = build_model(config, rows, torch.device("cpu"))
+        CheckpointFolder(checkpoints).load(TrainingRun(model=model), version)
+        return model
+
+    dense, sparse, _ = next(iter(rows))
+    return ServedRun(
+        version=version,
+        load_model=load_model,
+        examples=(dense, sparse),
+        request=click_request(dense, sparse),
+        output_names=["click"],
+    )
