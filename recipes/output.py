@@ -4,7 +4,9 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from recipes.launch import launch_id
 from torchembed.core import ranks
 
 RUNS = Path("runs")
@@ -16,7 +18,9 @@ def prepare_output(
 ) -> Path:
     """Make the run's folder, try to write there, and note how the run was started.
 
-    Every rank must call it.
+    Processes that ``torchrun`` starts again get the folder of those before them: the one that the
+    same launch (:func:`~recipes.launch.launch_id`) has noted with the same arguments. Every rank
+    must call it.
 
     Args:
         output: the folder; ``runs/<recipe>-<time>`` where None.
@@ -25,13 +29,15 @@ def prepare_output(
         is_resumed: whether the folder is one that :func:`earlier_arguments` has read.
 
     Raises:
-        FileExistsError: where the folder holds files already, which a new run would overwrite.
+        FileExistsError: where the folder holds files of another launch, which a new run would
+            overwrite.
         OSError: where it cannot be made or written to.
     """
 
     def prepare() -> Path | OSError:
-        folder = output or RUNS / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        return _try_prepare(folder, recipe, arguments, is_resumed=is_resumed)
+        note = {"recipe": recipe, "arguments": list(arguments), "launch": launch_id()}
+        folder = output or _folder_of(note) or RUNS / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return _try_prepare(folder, note, is_resumed=is_resumed)
 
     result = ranks.from_first_rank(prepare() if ranks.rank() == 0 else None)
     if isinstance(result, OSError):
@@ -40,19 +46,29 @@ def prepare_output(
     return result
 
 
-def _try_prepare(
-    folder: Path, recipe: str, arguments: Sequence[str], *, is_resumed: bool
-) -> Path | OSError:
+def _folder_of(note: dict[str, Any]) -> Path | None:
+    """The newest folder under ``runs`` in which processes of the same launch wrote ``note``."""
+    folders = (path.parent for path in _notes_of(note["recipe"]))
+    return next((folder for folder in folders if _is_started_again(folder, note)), None)
+
+
+def _is_started_again(folder: Path, note: dict[str, Any]) -> bool:
+    """True if ``torchrun`` has started the run of ``folder`` with ``note``, and does so again."""
+    path = folder / _ARGUMENTS_FILE
+    return note["launch"] is not None and path.is_file() and json.loads(path.read_text()) == note
+
+
+def _try_prepare(folder: Path, note: dict[str, Any], *, is_resumed: bool) -> Path | OSError:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not is_resumed:
+        is_known = is_resumed or _is_started_again(folder, note)
+        if any(folder.iterdir()) and not is_known:
             return FileExistsError(
                 f"output folder {folder} holds files already; name another with --output, or go "
                 "on with its run with --resume"
             )
-        note = json.dumps({"recipe": recipe, "arguments": list(arguments)})
         partial = folder / f"{_ARGUMENTS_FILE}.partial"
-        partial.write_text(note + "\n")
+        partial.write_text(json.dumps(note) + "\n")
         partial.replace(folder / _ARGUMENTS_FILE)
     except OSError as error:
         return type(error)(
@@ -61,19 +77,24 @@ def _try_prepare(
     return folder.resolve()
 
 
+def _notes_of(recipe: str) -> list[Path]:
+    """How the runs of ``recipe`` under ``runs`` were started, the newest first."""
+    return sorted(RUNS.glob(f"{recipe}-*/{_ARGUMENTS_FILE}"), reverse=True)
+
+
 def newest_run(recipe: str) -> Path:
     """The folder under ``runs`` of the run of ``recipe`` that was started last.
 
     Raises:
         FileNotFoundError: where there is none.
     """
-    found = sorted(RUNS.glob(f"{recipe}-*/{_ARGUMENTS_FILE}"))
+    found = _notes_of(recipe)
     if not found:
         raise FileNotFoundError(
             f"{RUNS.resolve()} holds no run of {recipe} to go on with; name its folder after "
             "--resume"
         )
-    return found[-1].parent
+    return found[0].parent
 
 
 def earlier_arguments(folder: Path, recipe: str) -> list[str]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from recipes.launch import check_restarts
 from torchembed import plan_embeddings, shard_embeddings
 from torchembed.core.ranks import world_size
 from torchembed.core.ranks.process_exit import exit_process_with_parent
@@ -26,8 +27,10 @@ def joined_ranks() -> Iterator[torch.device]:
     through NCCL for tensors on GPUs and through gloo for those on the CPU.
 
     Raises:
-        RuntimeError: where a machine has GPUs, but fewer than processes.
+        RuntimeError: where a machine has GPUs, but fewer than processes, or ``torchrun`` is to
+            start processes again and could not.
     """
+    check_restarts()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < num_gpus < num_local_ranks:

@@ -3,7 +3,8 @@
 ``python -m recipes.train <recipe> --help`` lists all that can be changed. The last line printed is
 ``RESULT`` and one JSON object. ``--resume [FOLDER]`` goes on with the run of that folder, or of the
 one started last, with its arguments and those that are given now. A run that SIGTERM or SIGINT
-ended, after saving, exits with the code 75.
+ended, after saving, exits with the code 75. Processes that ``torchrun`` starts again go on with the
+run of those before them.
 """
 
 import argparse
