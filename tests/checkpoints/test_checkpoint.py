@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import torchembed
 from tests.support.tiny_model import TinyModel, make_batches, make_optimizers
-from torchembed.checkpoints import save_planner
+from torchembed.checkpoints.files import save_planner
 from torchembed.optim import DenseAdam
 from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline, evaluate, train
 

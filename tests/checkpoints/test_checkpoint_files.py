@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import torchembed
-from torchembed.checkpoints import save_planner
-from torchembed.checkpoints.rank_files import NUM_THREADS, in_threads
+from torchembed.checkpoints.files import save_planner
+from torchembed.checkpoints.files.rank_files import NUM_THREADS, in_threads
 from torchembed.training import CheckpointFolder, TrainingRun
 
 NUM_TABLES = 32

@@ -24,7 +24,7 @@ from tests.support.tiny_model import (
     make_optimizers,
     step_by_hand,
 )
-from torchembed.checkpoints import save_planner
+from torchembed.checkpoints.files import save_planner
 from torchembed.core import ranks
 from torchembed.core.features import SparseFeatures
 from torchembed.data import Batch

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import torchembed
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import KEYS, NUM_ROWS, TinyModel
-from torchembed.checkpoints import export
-from torchembed.checkpoints.model_shards import ModelShards
+from torchembed.checkpoints.exports import whole_model
+from torchembed.checkpoints.exports.model_shards import ModelShards
 from torchembed.core import ranks
 from torchembed.training import export_safetensors, import_tables, open_safetensors, whole_tables
 
@@ -62,7 +62,7 @@ class Divided(nn.Module):
 
 
 def cases(folder: Path) -> dict[str, Any]:
-    export.CHUNK_BYTES = SMALL_CHUNK_BYTES
+    whole_model.CHUNK_BYTES = SMALL_CHUNK_BYTES
     results: dict[str, Any] = {"tables": {}, "errors": {}}
     sources = {F0: np.load(folder / "f0.npy", mmap_mode="r"), F1: pretrained()[F1]}
     for placement in PLACEMENTS:

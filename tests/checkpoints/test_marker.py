@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchembed.checkpoints.files.storage import FileDigest
 from torchembed.checkpoints.marker import Marker
-from torchembed.checkpoints.storage import FileDigest
 from torchembed.training import CheckpointFolder, TrainingRun
 
 MARKER = Marker(

@@ -139,12 +139,12 @@ def test_an_export_that_was_stopped_is_none(bucket: str, monkeypatch: pytest.Mon
     with pytest.raises(FileNotFoundError, match=r"holds neither model\.safetensors\.index"):
         open_safetensors(f"{bucket}/nothing")
 
-    from torchembed.checkpoints import export
+    from torchembed.checkpoints.exports import whole_model
 
     def fail(*args: object) -> None:
         raise OSError("no such row")
 
-    monkeypatch.setattr(export, "bytes_of", fail)
+    monkeypatch.setattr(whole_model, "bytes_of", fail)
     with pytest.raises(OSError, match="no such row"):
         export_safetensors(model, f"{bucket}/failed")
     assert download(f"{bucket}/failed") == {}

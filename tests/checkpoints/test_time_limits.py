@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.rank_processes import Ended, Forked, RankProcesses
-from torchembed.checkpoints.storage import Storage
+from torchembed.checkpoints.files.storage import Storage
 from torchembed.core import ranks
 from torchembed.core.ranks import roll_call
 from torchembed.training import CheckpointFolder, TrainingRun

@@ -10,7 +10,7 @@ from torch import nn
 import torchembed
 from tests.support.tolerance import assert_same_bits
 from tests.support.twins import TablesAndLayer
-from torchembed.checkpoints.training_run import TrainingRun
+from torchembed.checkpoints.run.training_run import TrainingRun
 from torchembed.optim import (
     SGD,
     Adagrad,

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchembed
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import Case, exact_loss, make_batch, make_model, vectors_of
-from torchembed.checkpoints.training_run import TrainingRun
+from torchembed.checkpoints.run.training_run import TrainingRun
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import Planner, ShardingPlan, make_plan
 from torchembed.training import TrainPipeline

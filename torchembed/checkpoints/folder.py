@@ -7,27 +7,27 @@ import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from torchembed.checkpoints.atomic_folder import AtomicFolder
-from torchembed.checkpoints.database_files import DatabaseFolders
-from torchembed.checkpoints.folder_contents import MARKER_FILE, CheckpointName, FolderContents
-from torchembed.checkpoints.marker import Marker
-from torchembed.checkpoints.rank_files import (
+from torchembed.checkpoints.files.atomic_folder import AtomicFolder
+from torchembed.checkpoints.files.database_files import DatabaseFolders
+from torchembed.checkpoints.files.rank_files import (
     CheckpointReader,
     CheckpointWriter,
     in_threads,
 )
-from torchembed.checkpoints.run_databases import RunDatabases
-from torchembed.checkpoints.run_state import (
+from torchembed.checkpoints.files.storage import FileDigest, Storage
+from torchembed.checkpoints.folder_contents import MARKER_FILE, CheckpointName, FolderContents
+from torchembed.checkpoints.marker import Marker
+from torchembed.checkpoints.run.run_databases import RunDatabases
+from torchembed.checkpoints.run.run_state import (
     check_agreement,
     load_state,
     on_cpu,
     state_of,
 )
-from torchembed.checkpoints.saved_state import SavedState
-from torchembed.checkpoints.saved_tensors import SavedTensors
+from torchembed.checkpoints.run.saved_state import SavedState
+from torchembed.checkpoints.run.saved_tensors import SavedTensors
+from torchembed.checkpoints.run.training_run import TrainingRun
 from torchembed.checkpoints.state_files import read_state, write_state
-from torchembed.checkpoints.storage import FileDigest, Storage
-from torchembed.checkpoints.training_run import TrainingRun
 from torchembed.checkpoints.writer_claim import WriterClaim, claim_of
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from torchembed.checkpoints.storage import Storage
+from torchembed.checkpoints.files.storage import Storage
 
 MARKER_FILE = "complete.json"
 """Last file of a checkpoint; without it there is no checkpoint."""

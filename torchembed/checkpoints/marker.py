@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from torchembed.checkpoints.checked_json import from_checked_json, to_checked_json
-from torchembed.checkpoints.storage import FileDigest
+from torchembed.checkpoints.files.checked_json import from_checked_json, to_checked_json
+from torchembed.checkpoints.files.storage import FileDigest
 
 
 class Marker(NamedTuple):

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
-from torchembed.checkpoints.save_planner import ChunkedSavePlanner
+from torchembed.checkpoints.files.save_planner import ChunkedSavePlanner
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import raise_on_all_ranks
 from torchembed.core.ranks.cpu_group import CpuGroup

@@ -9,7 +9,7 @@ import secrets
 import socket
 import weakref
 
-from torchembed.checkpoints.storage import Storage
+from torchembed.checkpoints.files.storage import Storage
 
 CLAIM_FILE = "writer.json"
 """File in the folder that names the process which saves there."""

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from torchembed.checkpoints.export import whole_tables
+from torchembed.checkpoints.exports.whole_model import whole_tables
 from torchembed.modules.dense_part.errors import DeployError
 from torchembed.modules.dense_part.take_apart import TakenApart
 

@@ -1,9 +1,13 @@
 """The training loop, and the parts of a training program around it."""
 
-from torchembed.checkpoints.export import export_safetensors, import_tables, whole_tables
+from torchembed.checkpoints.exports.whole_model import (
+    export_safetensors,
+    import_tables,
+    whole_tables,
+)
+from torchembed.checkpoints.files.tensor_file import open_safetensors
 from torchembed.checkpoints.folder import CheckpointFolder
-from torchembed.checkpoints.tensor_file import open_safetensors
-from torchembed.checkpoints.training_run import TrainingRun
+from torchembed.checkpoints.run.training_run import TrainingRun
 from torchembed.core.ranks.process_exit import exit_process_with_parent
 from torchembed.core.ranks.program_agreement import check_ranks_agree, source_files
 from torchembed.data.tasks import Task, TaskKind

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench.data import dlrm_dcnv2 as mlperf
 from bench.data.dlrm_dcnv2 import DenseSizes
 from torchembed import EmbeddingBagConfig, SparseFeatures, optim, shard_embeddings
-from torchembed.checkpoints.model_shards import ModelShards
+from torchembed.checkpoints.exports.model_shards import ModelShards
 from torchembed.data import Batch, skewed_ids
 from torchembed.tables import table_of
 from torchembed.training import TrainPipeline

@@ -16,7 +16,7 @@ from torchembed import (
     Normal,
     SparseFeatures,
 )
-from torchembed.checkpoints.export import import_tables
+from torchembed.checkpoints.exports.whole_model import import_tables
 from torchembed.tables import RowChunk, Table, row_chunks, write_rows
 
 MAX_BYTES = 200

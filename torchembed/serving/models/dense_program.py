@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
-from torchembed.checkpoints.tensor_file import bytes_of, header_of, open_safetensors
+from torchembed.checkpoints.files.tensor_file import bytes_of, header_of, open_safetensors
 from torchembed.serving.models.errors import ModelFolderError
 
 PROGRAM_FILE = "dense.pt2"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchembed.checkpoints import RowSource, export_rows, model_rows
-from torchembed.checkpoints.storage import Storage
+from torchembed.checkpoints.files.storage import Storage
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
 from torchembed.modules.dense_part.errors import DeployError

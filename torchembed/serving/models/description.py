@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from torchembed.checkpoints.checked_json import from_checked_json, to_checked_json
+from torchembed.checkpoints.files.checked_json import from_checked_json, to_checked_json
 from torchembed.modules.dense_part.forms import (
     DEFAULT_ROWS,
     Argument,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchembed.checkpoints import RowSource, open_hugectr_rows, open_rows
-from torchembed.checkpoints.storage import FileDigest, Storage
+from torchembed.checkpoints.files.storage import FileDigest, Storage
 from torchembed.serving.models.description import ModelDescription
 from torchembed.serving.models.errors import ModelFolderError
 

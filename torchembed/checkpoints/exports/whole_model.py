@@ -1,4 +1,4 @@
-"""Export of whole tables for other programs, and import of pretrained rows."""
+"""Whole models written as tensors for other programs, and pretrained tables read."""
 
 import contextlib
 import functools
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchembed.checkpoints.model_shards import ModelShards, WholeTensor
-from torchembed.checkpoints.storage import Storage
-from torchembed.checkpoints.tensor_file import INDEX, bytes_of, header_of
+from torchembed.checkpoints.exports.model_shards import ModelShards, WholeTensor
+from torchembed.checkpoints.files.storage import Storage
+from torchembed.checkpoints.files.tensor_file import INDEX, bytes_of, header_of
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
 from torchembed.tables import RowChunk, Table, row_chunks, table_of, write_rows

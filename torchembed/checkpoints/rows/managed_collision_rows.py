@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.checkpoints.distinct_keys import check_distinct
-from torchembed.checkpoints.row_source import CHUNK_BYTES, RowSource
+from torchembed.checkpoints.rows.distinct_keys import check_distinct
+from torchembed.checkpoints.rows.row_source import CHUNK_BYTES, RowSource
 from torchembed.tables import RowChunk, row_ranges
 
 _SORTED_IDS, _SORTED_ROWS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"

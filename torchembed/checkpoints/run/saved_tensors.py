@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchembed.checkpoints import database_form
-from torchembed.checkpoints.saved_databases import SavedDatabases
+from torchembed.checkpoints.run import database_form
+from torchembed.checkpoints.run.saved_databases import SavedDatabases
 from torchembed.stores import RowStore
 
 

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchembed.checkpoints import save_planner
-from torchembed.checkpoints.tensor_file import bytes_of
+from torchembed.checkpoints.files import save_planner
+from torchembed.checkpoints.files.tensor_file import bytes_of
 
 T = TypeVar("T")
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from torchembed.checkpoints.disk_tables import disk_tables, load_disk_tables
-from torchembed.checkpoints.moved_tables import MovedTable, moved_tables, restart_clocks
-from torchembed.checkpoints.random_state import random_state, set_random_state
-from torchembed.checkpoints.run_databases import RunDatabases
-from torchembed.checkpoints.run_tables import run_tables
-from torchembed.checkpoints.saved_state import SavedState, agree_on, mismatches, unexpected
-from torchembed.checkpoints.table_form import TableForm, form_key
-from torchembed.checkpoints.training_run import TrainingRun
+from torchembed.checkpoints.run.disk_tables import disk_tables, load_disk_tables
+from torchembed.checkpoints.run.moved_tables import MovedTable, moved_tables, restart_clocks
+from torchembed.checkpoints.run.random_state import random_state, set_random_state
+from torchembed.checkpoints.run.run_databases import RunDatabases
+from torchembed.checkpoints.run.run_tables import run_tables
+from torchembed.checkpoints.run.saved_state import SavedState, agree_on, mismatches, unexpected
+from torchembed.checkpoints.run.table_form import TableForm, form_key
+from torchembed.checkpoints.run.training_run import TrainingRun
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import raise_on_all_ranks
 from torchembed.core.ranks.cpu_group import CpuGroup

@@ -16,14 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.checkpoints.row_source import (
+from torchembed.checkpoints.files.storage import Storage
+from torchembed.checkpoints.rows.row_source import (
     CHUNK_BYTES,
     Column,
     RowSource,
     raw_column,
     source_of_columns,
 )
-from torchembed.checkpoints.storage import Storage
 from torchembed.tables import RowChunk
 
 _HEAD_BYTES = 296

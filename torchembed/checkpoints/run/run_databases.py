@@ -7,8 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torchembed.checkpoints.database_files import put_database
-from torchembed.checkpoints.database_form import (
+from torchembed.checkpoints.files.database_files import put_database
+from torchembed.checkpoints.files.storage import Storage
+from torchembed.checkpoints.run.database_form import (
     DATABASES,
     DatabaseForm,
     DatabasePart,
@@ -17,8 +18,7 @@ from torchembed.checkpoints.database_form import (
     disk_names,
     to_tensor,
 )
-from torchembed.checkpoints.storage import Storage
-from torchembed.checkpoints.training_run import TrainingRun
+from torchembed.checkpoints.run.training_run import TrainingRun
 from torchembed.core import ranks
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.tables import DiskGroup, table_of

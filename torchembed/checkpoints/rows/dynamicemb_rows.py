@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.checkpoints.row_source import (
+from torchembed.checkpoints.files.storage import Storage
+from torchembed.checkpoints.rows.row_source import (
     CHUNK_BYTES,
     Column,
     Columns,
@@ -27,7 +28,6 @@ from torchembed.checkpoints.row_source import (
     read_columns,
     source_of_columns,
 )
-from torchembed.checkpoints.storage import Storage
 from torchembed.tables import RowChunk
 
 _KEYS, _VALUES, _SCORES, _STATES = "emb_keys", "emb_values", "emb_scores", "emb_opt_values"

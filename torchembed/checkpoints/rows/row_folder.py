@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from torchembed.checkpoints.atomic_folder import AtomicFolder, unfinished
-from torchembed.checkpoints.checked_json import from_checked_json, to_checked_json
-from torchembed.checkpoints.rank_files import in_threads
-from torchembed.checkpoints.row_files import (
+from torchembed.checkpoints.files.atomic_folder import AtomicFolder, unfinished
+from torchembed.checkpoints.files.checked_json import from_checked_json, to_checked_json
+from torchembed.checkpoints.files.rank_files import in_threads
+from torchembed.checkpoints.files.storage import FileDigest, Storage
+from torchembed.checkpoints.rows.row_files import (
     ColumnForm,
     RowFile,
     WrittenRows,
@@ -16,8 +17,7 @@ from torchembed.checkpoints.row_files import (
     columns_of,
     write_row_files,
 )
-from torchembed.checkpoints.row_source import CHUNK_BYTES, RowSource, source_of_columns
-from torchembed.checkpoints.storage import FileDigest, Storage
+from torchembed.checkpoints.rows.row_source import CHUNK_BYTES, RowSource, source_of_columns
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
 from torchembed.tables import RowChunk

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from torchembed.checkpoints.row_source import (
+from torchembed.checkpoints.files.storage import Storage
+from torchembed.checkpoints.rows.row_source import (
     CHUNK_BYTES,
     Column,
     RowSource,
     raw_column,
     source_of_columns,
 )
-from torchembed.checkpoints.storage import Storage
 from torchembed.tables import RowChunk
 
 

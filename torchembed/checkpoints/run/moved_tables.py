@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchembed.checkpoints import save_planner
-from torchembed.checkpoints.run_tables import RunTable
-from torchembed.checkpoints.saved_state import SavedState
-from torchembed.checkpoints.table_form import TableForm
+from torchembed.checkpoints.files import save_planner
+from torchembed.checkpoints.run.run_tables import RunTable
+from torchembed.checkpoints.run.saved_state import SavedState
+from torchembed.checkpoints.run.table_form import TableForm
 from torchembed.sharding.transport.global_rows import are_here
 from torchembed.tables import (
     HashIndex,

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchembed.checkpoints.saved_state import SavedState
-from torchembed.checkpoints.table_form import TableForm, form_key
-from torchembed.checkpoints.training_run import TrainingRun
+from torchembed.checkpoints.run.saved_state import SavedState
+from torchembed.checkpoints.run.table_form import TableForm, form_key
+from torchembed.checkpoints.run.training_run import TrainingRun
 from torchembed.modules.table_module import TableModule
 from torchembed.optim.fused import FusedOptimizer
 from torchembed.tables import DiskGroup, HashIndex, Table

@@ -2,7 +2,7 @@
 
 import secrets
 
-from torchembed.checkpoints.storage import Storage
+from torchembed.checkpoints.files.storage import Storage
 from torchembed.core import ranks
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
-from torchembed.checkpoints.saved_tensors import SavedTensors
+from torchembed.checkpoints.run.saved_tensors import SavedTensors
 from torchembed.core.ranks.cpu_group import CpuGroup
 
 

@@ -10,8 +10,8 @@ from typing import IO, NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.checkpoints.distinct_keys import check_distinct
-from torchembed.checkpoints.storage import Storage
+from torchembed.checkpoints.files.storage import Storage
+from torchembed.checkpoints.rows.distinct_keys import check_distinct
 from torchembed.ops.hash_table import int64_keys
 from torchembed.tables import RowChunk, row_ranges
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from torchembed.checkpoints.checked_json import from_checked_json
-from torchembed.checkpoints.delta_folder import (
+from torchembed.checkpoints.exports.delta_folder import (
     CHANGES,
     DESCRIPTION,
     FORMAT,
@@ -19,10 +18,11 @@ from torchembed.checkpoints.delta_folder import (
     local_folder,
     numbers_in,
 )
-from torchembed.checkpoints.export import import_tables
-from torchembed.checkpoints.model_rows import load_rows
-from torchembed.checkpoints.row_folder import open_rows
-from torchembed.checkpoints.tensor_file import open_safetensors
+from torchembed.checkpoints.exports.whole_model import import_tables
+from torchembed.checkpoints.files.checked_json import from_checked_json
+from torchembed.checkpoints.files.tensor_file import open_safetensors
+from torchembed.checkpoints.rows.model_rows import load_rows
+from torchembed.checkpoints.rows.row_folder import open_rows
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import raise_on_all_ranks
 from torchembed.tables import (

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.checkpoints.row_source import Column
-from torchembed.checkpoints.storage import Storage
-from torchembed.checkpoints.tensor_file import DTYPES, bytes_of, header_of, read_header
+from torchembed.checkpoints.files.storage import Storage
+from torchembed.checkpoints.files.tensor_file import DTYPES, bytes_of, header_of, read_header
+from torchembed.checkpoints.rows.row_source import Column
 from torchembed.tables import RowChunk
 
 _STATE = "states."

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchembed.checkpoints import save_planner
-from torchembed.checkpoints.database_form import (
+from torchembed.checkpoints.files import save_planner
+from torchembed.checkpoints.run.database_form import (
     DatabaseForm,
     DatabasePart,
     SavedDatabase,
     disk_groups,
     num_hashed_rows,
 )
-from torchembed.checkpoints.run_tables import RunTable
-from torchembed.checkpoints.saved_state import SavedState
+from torchembed.checkpoints.run.run_tables import RunTable
+from torchembed.checkpoints.run.saved_state import SavedState
 from torchembed.tables import (
     DiskGroup,
     Table,

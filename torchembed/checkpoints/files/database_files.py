@@ -7,7 +7,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from torchembed.checkpoints.storage import FileDigest, Storage
+from torchembed.checkpoints.files.storage import FileDigest, Storage
 from torchembed.stores import RocksDBStore, RowStore, sync_to_disk
 
 _CHECKED_WHEN_READ = ".sst"

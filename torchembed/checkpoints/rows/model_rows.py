@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from torchembed.checkpoints.row_source import CHUNK_BYTES
+from torchembed.checkpoints.rows.row_source import CHUNK_BYTES
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import raise_on_all_ranks
 from torchembed.sharding.transport.global_rows import are_here

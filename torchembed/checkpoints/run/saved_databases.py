@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchembed.checkpoints.database_form import DatabasePart, SavedDatabase
+from torchembed.checkpoints.run.database_form import DatabasePart, SavedDatabase
 from torchembed.stores import RowStore, RowTable
 from torchembed.tables import LINES, LineLayout
 

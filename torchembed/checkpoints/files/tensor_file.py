@@ -19,7 +19,7 @@ from typing import IO, NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.checkpoints.storage import CHUNK_BYTES, Storage
+from torchembed.checkpoints.files.storage import CHUNK_BYTES, Storage
 
 DTYPES = {
     "F64": torch.float64,

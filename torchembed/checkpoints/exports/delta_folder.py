@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchembed.checkpoints.checked_json import to_checked_json
-from torchembed.checkpoints.export import write_tensors
-from torchembed.checkpoints.model_rows import model_rows
-from torchembed.checkpoints.model_shards import ModelShards
-from torchembed.checkpoints.row_folder import export_rows
-from torchembed.checkpoints.tensor_file import bytes_of, header_of
+from torchembed.checkpoints.exports.model_shards import ModelShards
+from torchembed.checkpoints.exports.whole_model import write_tensors
+from torchembed.checkpoints.files.checked_json import to_checked_json
+from torchembed.checkpoints.files.tensor_file import bytes_of, header_of
+from torchembed.checkpoints.rows.model_rows import model_rows
+from torchembed.checkpoints.rows.row_folder import export_rows
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
 from torchembed.modules.table_module import TableModule
