@@ -17,7 +17,7 @@ from tests.support.disk_runs import new_run, rows_of, storage_of, trained
 from tests.support.store_processes import result_of
 from tests.support.tiny_model import KEYS, TinyModel, fixed_batches, make_optimizers
 from torchembed import Dynamic, EmbeddingBag, EmbeddingBagConfig
-from torchembed.checkpoints.rows import model_rows
+from torchembed.checkpoints import model_rows
 from torchembed.optim import Adagrad
 from torchembed.stores import CorruptStoreError
 from torchembed.training import CheckpointFolder, TrainingRun

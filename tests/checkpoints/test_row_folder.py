@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.ranks import run_on_ranks
 from tests.support.row_chunks import SPECIAL_KEYS, Row, made_chunk, rows_by_key
-from torchembed.checkpoints import distinct_keys, export_rows, open_rows
+from torchembed.checkpoints import export_rows, open_rows
 from torchembed.checkpoints.files.checked_json import from_checked_json, to_checked_json
 from torchembed.checkpoints.files.storage import Storage
+from torchembed.checkpoints.rows import distinct_keys
 from torchembed.checkpoints.rows.row_folder import INDEX
 from torchembed.core import ranks
 from torchembed.tables import RowChunk

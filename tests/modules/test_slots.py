@@ -9,7 +9,7 @@ from torch import Tensor
 import torchembed
 from tests.support.clicks import Clicks, random_clicks
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
-from torchembed.modules.feature_selection import select_features
+from torchembed.modules.lookup.feature_selection import select_features
 
 NUM_IDS = {"a": 50, "b": 50, "c": 50, "d": 50}
 HOTNESS = {"a": 2, "b": 0, "c": 1, "d": 3}

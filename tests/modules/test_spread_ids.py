@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torchembed
-from torchembed.modules.spread_ids import IdSpreader
+from torchembed.modules.lookup.spread_ids import IdSpreader
 
 
 def features(lists: list[list[list[int]]], spare: int = 0) -> torchembed.SparseFeatures:

@@ -121,7 +121,7 @@ def test_maps_of_gradients_are_found_once_for_each_form(monkeypatch: pytest.Monk
         found.append((form["hotness"], form["batch_size"]))
         return fixed_gradient_map(rows, **form)
 
-    monkeypatch.setattr("torchembed.modules.slots.fixed_gradient_map", noted)
+    monkeypatch.setattr("torchembed.modules.lookup.slots.fixed_gradient_map", noted)
     modules: Modules = [torchembed.EmbeddingBag(5, 4, seed=seed) for seed in range(3)]
     optimizer = Adagrad(weights(modules), lr=0.1)
     for _ in range(4):

@@ -20,7 +20,7 @@ from recipes.train import main, parse
 from tests.support import made_data
 from tests.support.small_recipes import SMALL_DLRM
 from tests.support.tolerance import assert_same_bits
-from torchembed.checkpoints.exports import load_deltas
+from torchembed.checkpoints import load_deltas
 from torchembed.data import Split
 from torchembed.training import CheckpointFolder, TrainingRun, read_metrics
 

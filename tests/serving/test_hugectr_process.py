@@ -11,7 +11,7 @@ import torch
 
 from tests.support.asked_servers import asked, expected, trained
 from tests.support.server_processes import running_server
-from torchembed.checkpoints.rows import model_rows
+from torchembed.checkpoints import model_rows
 from torchembed.serving.__main__ import main
 from torchembed.serving.configuration import ServerConfig, read_hugectr_config
 from torchembed.serving.models import deploy, read_description

@@ -15,7 +15,7 @@ from tests.support.jagged_sequences import by_hand, by_pipeline
 from tests.support.mixed_clicks import FIXED, NUM_SAMPLES, MixedModel, make_batch
 from tests.support.ranks import run_on_ranks
 from tests.support.tape import taped_captures
-from torchembed.modules import pooled_slots
+from torchembed.modules.lookup import pooled_slots
 from torchembed.sharding.transport.fixed_route import FixedRoute
 from torchembed.sharding.transport.jagged_route import JaggedRoute
 from torchembed.training import TrainPipeline, train

@@ -37,7 +37,7 @@ from tests.support.tiny_training import (
 )
 from tests.support.tolerance import relative_error
 from torchembed.data import Batch
-from torchembed.modules.lookup_stages import LookedUp
+from torchembed.modules.lookup.lookup_stages import LookedUp
 from torchembed.step.engines.eager_engine import EagerEngine
 from torchembed.step.engines.jagged_engine import JaggedEngine
 from torchembed.step.engines.static_engine import StaticEngine

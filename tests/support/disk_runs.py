@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.support.tiny_model import KEYS, TinyModel, fixed_batches, make_optimizers
 from torchembed import Disk, Dynamic, EmbeddingBagConfig, HostMemory
-from torchembed.checkpoints.rows import model_rows
+from torchembed.checkpoints import model_rows
 from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline, train
 
 PIPELINE = functools.partial(

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchembed.core import ranks
 from torchembed.core.trees import tensors_in
-from torchembed.modules import bad_ids
+from torchembed.modules.lookup import bad_ids
 from torchembed.ops.jagged import function as jagged_function
 from torchembed.sharding.transport.collectives import GatheredSize
 from torchembed.step.batches.bucketized_buffers import BucketizedBuffers

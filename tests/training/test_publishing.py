@@ -17,7 +17,7 @@ from tests.support.followed_models import FollowedModels, followed_models
 from tests.support.kafka_brokers import Brokers, running_brokers
 from tests.support.ranks import run_on_ranks
 from torchembed import Dynamic, EmbeddingBagCollection
-from torchembed.checkpoints.rows import model_rows
+from torchembed.checkpoints import model_rows
 from torchembed.modules.served_names import dense_tensors, table_names
 from torchembed.serving.updates import ApplierOptions, DropReason, UpdateApplier
 from torchembed.streams import (

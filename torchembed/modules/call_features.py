@@ -6,8 +6,8 @@ from torch import Tensor
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId
-from torchembed.modules import bad_ids
 from torchembed.modules.calls_ahead import CallArguments
+from torchembed.modules.lookup import bad_ids
 
 
 def bags_as_feature(

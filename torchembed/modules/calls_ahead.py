@@ -45,7 +45,7 @@ class CallKind(Protocol):
 
     def joined_lookup(self, slots: Sequence[Any], /) -> Any:
         """The lookup of several calls of this kind, with the stages of a
-        :class:`~torchembed.modules.joined_lookup.JoinedLookup`."""
+        :class:`~torchembed.modules.lookup.joined_lookup.JoinedLookup`."""
         ...
 
 

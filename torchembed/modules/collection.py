@@ -12,7 +12,6 @@ from torchembed.core.features import Features, SparseFeatures, as_sparse_feature
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree
 from torchembed.core.types import OnBadId
-from torchembed.modules.bad_ids import check_offsets, deferred_id_checks
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import (
     ConfigLike,
@@ -21,11 +20,12 @@ from torchembed.modules.configs import (
     check_not_dynamic,
     check_seed,
 )
-from torchembed.modules.feature_selection import capacity_for, select_features
-from torchembed.modules.lookup_stages import B, R, V
-from torchembed.modules.slots import Slots
+from torchembed.modules.lookup.bad_ids import check_offsets, deferred_id_checks
+from torchembed.modules.lookup.feature_selection import capacity_for, select_features
+from torchembed.modules.lookup.lookup_stages import B, R, V
+from torchembed.modules.lookup.slots import Slots
+from torchembed.modules.lookup.stateless_lookup import BadIds, find_bad_ids
 from torchembed.modules.staged_collection import StagedCollection
-from torchembed.modules.stateless_lookup import BadIds, find_bad_ids
 from torchembed.modules.table_module import TableWeight, as_on_bad_id
 from torchembed.modules.traced.traced_rows import traced_bad_ids
 from torchembed.modules.traced.traced_slots import TracedSlots

@@ -12,9 +12,9 @@ from torchembed.modules.call_features import bags_as_feature, ids_as_feature, lo
 from torchembed.modules.calls_ahead import CallArguments
 from torchembed.modules.configs import check_not_dynamic
 from torchembed.modules.counted_tensor import CountedTensor, elements_of
-from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
+from torchembed.modules.lookup.joined_lookup import JoinedSlot, LookupKind
+from torchembed.modules.lookup.stateless_lookup import Lookup
 from torchembed.modules.single_table import SingleTable
-from torchembed.modules.stateless_lookup import Lookup
 from torchembed.ops.eager_lookup import bags_of_positions, max_of_bags
 from torchembed.tables import Dynamic, Storage
 

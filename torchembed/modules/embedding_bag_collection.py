@@ -13,9 +13,9 @@ from torchembed.core.trees import Tree
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import ConfigLike, EmbeddingBagConfig, EmbeddingConfig
-from torchembed.modules.pooled_slots import pooled_slots
-from torchembed.modules.slots import SlotRows
-from torchembed.modules.stateless_lookup import Lookup
+from torchembed.modules.lookup.pooled_slots import pooled_slots
+from torchembed.modules.lookup.slots import SlotRows
+from torchembed.modules.lookup.stateless_lookup import Lookup
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.side_by_side import after_reserved
 from torchembed.tables import Admission, Table

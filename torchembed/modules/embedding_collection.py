@@ -16,11 +16,11 @@ from torchembed.core.trees import Tree
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import ConfigLike, EmbeddingConfig
-from torchembed.modules.feature_selection import lengths_of_features, num_ids_of_features
-from torchembed.modules.slots import SlotRows, Slots
-from torchembed.modules.spread_ids import IdSpreader
-from torchembed.modules.stateless_lookup import Lookup
-from torchembed.modules.table_lookup import look_up
+from torchembed.modules.lookup.feature_selection import lengths_of_features, num_ids_of_features
+from torchembed.modules.lookup.slots import SlotRows, Slots
+from torchembed.modules.lookup.spread_ids import IdSpreader
+from torchembed.modules.lookup.stateless_lookup import Lookup
+from torchembed.modules.lookup.table_lookup import look_up
 from torchembed.modules.traced.traced_slots import traced_num_ids
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.tables import Admission, Table

@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, Pooling
-from torchembed.modules.bad_ids import deferred_id_checks
 from torchembed.modules.calls_ahead import CallArguments, ModuleOfOneTable
 from torchembed.modules.configs import check_seed, table_spec
-from torchembed.modules.forward_admission import admission_in_forward, admits_in_forward
 from torchembed.modules.index_in_state_dict import IndexInStateDict
-from torchembed.modules.joined_lookup import JoinedSlot, LookupKind
-from torchembed.modules.slots import Slots
-from torchembed.modules.stateless_lookup import Lookup, find_bad_ids
+from torchembed.modules.lookup.bad_ids import deferred_id_checks
+from torchembed.modules.lookup.forward_admission import admission_in_forward, admits_in_forward
+from torchembed.modules.lookup.joined_lookup import JoinedSlot, LookupKind
+from torchembed.modules.lookup.slots import Slots
+from torchembed.modules.lookup.stateless_lookup import Lookup, find_bad_ids
+from torchembed.modules.lookup.table_lookup import look_up, look_up_pooled
 from torchembed.modules.table_arguments import check_arguments, checked_dtype
-from torchembed.modules.table_lookup import look_up, look_up_pooled
 from torchembed.modules.table_module import as_on_bad_id
 from torchembed.modules.traced.traced_lookup import traced_pooled, traced_vectors
 from torchembed.modules.traced.traced_missing import traced_missing

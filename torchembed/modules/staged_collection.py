@@ -17,10 +17,10 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
-from torchembed.modules.awaited_admission import awaited_admission
 from torchembed.modules.configs import EmbeddingConfig
-from torchembed.modules.forward_admission import admission_in_forward, admits_in_forward
-from torchembed.modules.lookup_stages import (
+from torchembed.modules.lookup.awaited_admission import awaited_admission
+from torchembed.modules.lookup.forward_admission import admission_in_forward, admits_in_forward
+from torchembed.modules.lookup.lookup_stages import (
     Admitted,
     B,
     Bucketized,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchembed.modules.bad_ids import IdCheck, any_bad
+from torchembed.modules.lookup.bad_ids import IdCheck, any_bad
 
 
 class BadIdFlag(NamedTuple):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree, layout_of, tensors_in
-from torchembed.modules.bad_ids import IdCheck, IdChecks
 from torchembed.modules.calls_ahead import ModuleOfOneTable
-from torchembed.modules.lookup_stages import Bucketized
+from torchembed.modules.lookup.bad_ids import IdCheck, IdChecks
+from torchembed.modules.lookup.lookup_stages import Bucketized
 from torchembed.step.bad_id_flag import either, reduce_checks
 from torchembed.step.batches.batch_layout import with_sparse_features
 from torchembed.step.joined_calls import JoinedCall, observed_joined_calls

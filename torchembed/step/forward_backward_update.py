@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchembed.core.trees import map_tensors
-from torchembed.modules.bad_ids import IdChecks, deferred_id_checks
-from torchembed.modules.forward_admission import skipped_where
+from torchembed.modules.lookup.bad_ids import IdChecks, deferred_id_checks
+from torchembed.modules.lookup.forward_admission import skipped_where
 from torchembed.modules.table_module import TableModule
 from torchembed.optim.clipping import clip_gradients
 from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes

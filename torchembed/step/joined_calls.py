@@ -12,7 +12,6 @@ from torchembed.core.checks import as_signed
 from torchembed.core.features import SparseFeatures
 from torchembed.core.stand_ins import KeptTensors
 from torchembed.core.trees import Tree, tensors_in
-from torchembed.modules.bad_ids import check_offsets
 from torchembed.modules.calls_ahead import (
     CallArguments,
     CallHandler,
@@ -24,8 +23,9 @@ from torchembed.modules.calls_ahead import (
     TensorPlace,
     places_of,
 )
-from torchembed.modules.joined_lookup import JoinedIds
-from torchembed.modules.lookup_stages import Bucketized, LookedUp
+from torchembed.modules.lookup.bad_ids import check_offsets
+from torchembed.modules.lookup.joined_lookup import JoinedIds
+from torchembed.modules.lookup.lookup_stages import Bucketized, LookedUp
 from torchembed.modules.sharded.joined_exchange import JoinedExchange
 from torchembed.step.batches.batch_layout import with_sparse_features
 from torchembed.step.joined_calls_on_ranks import agreed_calls

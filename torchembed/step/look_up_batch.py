@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from torchembed.modules.bad_ids import deferred_id_checks
+from torchembed.modules.lookup.bad_ids import deferred_id_checks
 from torchembed.step.bad_id_flag import either, reduce_checks
 from torchembed.step.lookup_calls import Call, looked_up_in_turns
 from torchembed.step.stages import AdmittedBatch, LookedUpBatch

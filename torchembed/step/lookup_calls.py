@@ -12,8 +12,8 @@ from torch import nn
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
-from torchembed.modules.forward_admission import admitted_ahead
-from torchembed.modules.lookup_stages import Admitted, Bucketized, LookedUp
+from torchembed.modules.lookup.forward_admission import admitted_ahead
+from torchembed.modules.lookup.lookup_stages import Admitted, Bucketized, LookedUp
 from torchembed.modules.staged_collection import StagedCollection, is_same_batch
 from torchembed.step.batches.batch_layout import with_sparse_features
 from torchembed.step.joined_calls import JoinedCall, answered, observed_joined_calls

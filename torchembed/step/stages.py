@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torchembed.core.trees import Tree
-from torchembed.modules.bad_ids import IdCheck
-from torchembed.modules.lookup_stages import Admitted, Bucketized, LookedUp
+from torchembed.modules.lookup.bad_ids import IdCheck
+from torchembed.modules.lookup.lookup_stages import Admitted, Bucketized, LookedUp
 from torchembed.step.bad_id_flag import BadIdFlag
 from torchembed.step.batches.padded_parts import PaddedBatch
 from torchembed.step.lookup_calls import Call

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchembed.core import ranks
 from torchembed.core.ranks.process_exit import exit_process_within
-from torchembed.modules.bad_ids import IdCheck
+from torchembed.modules.lookup.bad_ids import IdCheck
 from torchembed.sharding.transport.channel import PushDomain
 from torchembed.step.stages import TrainedBatch
 

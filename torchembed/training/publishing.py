@@ -7,8 +7,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from torchembed.checkpoints import model_rows
 from torchembed.checkpoints.exports.delta_folder import dynamic_tables
-from torchembed.checkpoints.rows import model_rows
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import raise_on_all_ranks
 from torchembed.modules.served_names import dense_tensors, table_names

@@ -22,7 +22,7 @@ from torchembed.modules.dense_part.table_modules import (
     is_pooled,
     table_sources,
 )
-from torchembed.modules.feature_selection import select_features
+from torchembed.modules.lookup.feature_selection import select_features
 from torchembed.modules.served_names import ServedTables, served_modules, table_names
 
 

@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.function_context import FunctionContext
-from torchembed.modules.joined_lookup import NO_FEATURES, JoinedIds
-from torchembed.modules.lookup_stages import Admitted, Bucketized, LookedUp, Routed
+from torchembed.modules.lookup.joined_lookup import NO_FEATURES, JoinedIds
+from torchembed.modules.lookup.lookup_stages import Admitted, Bucketized, LookedUp, Routed
 from torchembed.modules.sharded.lookup_of_modules import (
     LookupOfModules,
     LookupSettings,

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, Pooling
-from torchembed.modules.awaited_admission import awaited_admission
-from torchembed.modules.bad_ids_of_slots import SlotName
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingBagConfig
-from torchembed.modules.forward_admission import admission_in_forward
-from torchembed.modules.group_rows import GroupRows, UntrainedSlots
-from torchembed.modules.lookup_stages import Admitted
+from torchembed.modules.lookup.awaited_admission import awaited_admission
+from torchembed.modules.lookup.bad_ids_of_slots import SlotName
+from torchembed.modules.lookup.forward_admission import admission_in_forward
+from torchembed.modules.lookup.group_rows import GroupRows, UntrainedSlots
+from torchembed.modules.lookup.lookup_stages import Admitted
 from torchembed.modules.sharded.sharded_collection import HeldTables
 from torchembed.modules.sharded.sharded_embedding_bag_collection import (
     ShardedEmbeddingBagCollection,

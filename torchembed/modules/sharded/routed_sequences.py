@@ -14,14 +14,14 @@ from torchembed.modules.embedding_collection import (
     group_vectors,
     sequence_slots,
 )
-from torchembed.modules.feature_selection import (
+from torchembed.modules.lookup.feature_selection import (
     lengths_of_features,
     offsets_of_features,
     select_features,
 )
+from torchembed.modules.lookup.slots import SlotRows
+from torchembed.modules.lookup.spread_ids import IdSpreader
 from torchembed.modules.sharded.sharded_collection import SlotExchange
-from torchembed.modules.slots import SlotRows
-from torchembed.modules.spread_ids import IdSpreader
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.transport.fixed_route import FixedRoute
 from torchembed.sharding.transport.jagged_route import JaggedRoute

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.core.types import OnBadId
-from torchembed.modules.bad_ids import BadIdReport
-from torchembed.modules.bad_ids_of_slots import SlotName, submit_bad_id
 from torchembed.modules.collection import Collection, FeatureSlots
 from torchembed.modules.collection_description import CollectionDescription
-from torchembed.modules.fetched_rows import submit_nothing_refused
 from torchembed.modules.inside_ddp import DenseOwner
-from torchembed.modules.lookup_stages import B, R, V
+from torchembed.modules.lookup.bad_ids import BadIdReport
+from torchembed.modules.lookup.bad_ids_of_slots import SlotName, submit_bad_id
+from torchembed.modules.lookup.fetched_rows import submit_nothing_refused
+from torchembed.modules.lookup.lookup_stages import B, R, V
+from torchembed.modules.lookup.slots import Slots
 from torchembed.modules.sharded.checked_ids import IdChecks
 from torchembed.modules.sharded.taken_rows import check_untrained, take_rows
-from torchembed.modules.slots import Slots
 from torchembed.modules.staged_collection import StagedCollection
 from torchembed.modules.table_module import TableWeight
 from torchembed.ops.row_gradients import WeightGradient

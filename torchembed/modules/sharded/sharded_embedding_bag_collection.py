@@ -18,14 +18,14 @@ from torchembed.modules.embedding_bag_collection import (
     keyed_result,
     weighted_as_asked,
 )
-from torchembed.modules.feature_selection import (
+from torchembed.modules.lookup.feature_selection import (
     capacity_for,
     num_ids_of_features,
     select_features,
 )
-from torchembed.modules.pooled_slots import pooled_groups, pooled_slots
+from torchembed.modules.lookup.pooled_slots import pooled_groups, pooled_slots
+from torchembed.modules.lookup.slots import SlotRows
 from torchembed.modules.sharded.sharded_collection import HeldTables, ShardedCollection
-from torchembed.modules.slots import SlotRows
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.side_by_side import after_reserved
 from torchembed.sharding.planning.plan import TablePlan

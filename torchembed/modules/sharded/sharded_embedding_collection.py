@@ -20,12 +20,13 @@ from torchembed.modules.embedding_collection import (
     sequence_slots,
     vectors_in_order,
 )
-from torchembed.modules.feature_selection import (
+from torchembed.modules.lookup.feature_selection import (
     capacity_for,
     lengths_of_features,
     num_ids_of_features,
     select_features,
 )
+from torchembed.modules.lookup.spread_ids import IdSpreader
 from torchembed.modules.sharded.routed_sequences import (
     JaggedParts,
     SentSequences,
@@ -34,7 +35,6 @@ from torchembed.modules.sharded.routed_sequences import (
     send_jagged,
 )
 from torchembed.modules.sharded.sharded_collection import HeldTables, ShardedCollection
-from torchembed.modules.spread_ids import IdSpreader
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import TablePlan
 from torchembed.sharding.transport.jagged_route import JaggedRoute

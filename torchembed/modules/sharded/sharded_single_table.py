@@ -12,9 +12,9 @@ from torchembed.modules.call_features import bags_as_feature, ids_as_feature, lo
 from torchembed.modules.calls_ahead import CallArguments, ModuleOfOneTable
 from torchembed.modules.counted_tensor import CountedTensor, elements_of
 from torchembed.modules.embedding import EmbeddingBag
-from torchembed.modules.forward_admission import admits_in_forward
 from torchembed.modules.index_in_state_dict import IndexInStateDict
 from torchembed.modules.inside_ddp import DenseOwner
+from torchembed.modules.lookup.forward_admission import admits_in_forward
 from torchembed.modules.sharded.joined_exchange import ExchangeKind, ExchangeSlot
 from torchembed.modules.sharded.lookup_of_modules import (
     LookupOfModules,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.function_context import FunctionContext
-from torchembed.modules.feature_selection import select_features
+from torchembed.modules.lookup.feature_selection import select_features
 from torchembed.modules.traced.recording_op import record_op
 from torchembed.ops.pooled_lookup.schema import (
     pooled_lookup_forward_op,

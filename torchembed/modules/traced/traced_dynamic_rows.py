@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId
-from torchembed.modules.bad_ids import check_offsets
-from torchembed.modules.forward_admission import (
+from torchembed.modules.lookup.bad_ids import check_offsets
+from torchembed.modules.lookup.forward_admission import (
     admission_in_forward,
     check_not_admitted_ahead,
     is_trial,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.features import SparseFeatures
 from torchembed.core.types import Pooling
-from torchembed.modules.table_lookup import check_recordable, look_up_in, look_up_pooled_in
+from torchembed.modules.lookup.table_lookup import check_recordable, look_up_in, look_up_pooled_in
 from torchembed.modules.traced.lookup_of_tables import (
     pooled_lookup_of_tables,
     sequence_lookup_of_tables,

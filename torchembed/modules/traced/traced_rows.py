@@ -12,8 +12,8 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures
 from torchembed.core.stand_ins import KeptTensors
 from torchembed.core.types import OnBadId
-from torchembed.modules.bad_ids import BadIdReport, check_offsets
-from torchembed.modules.bad_ids_of_slots import SlotName, submit_bad_id
+from torchembed.modules.lookup.bad_ids import BadIdReport, check_offsets
+from torchembed.modules.lookup.bad_ids_of_slots import SlotName, submit_bad_id
 from torchembed.modules.traced.traced_dynamic_rows import traced_dynamic_rows
 from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.tables import RangeFactory, Table

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures, with_offsets
 from torchembed.core.types import OnBadId, Pooling
-from torchembed.modules.feature_selection import bounds_of_features, select_features
+from torchembed.modules.lookup.feature_selection import bounds_of_features, select_features
 from torchembed.modules.traced.traced_lookup import (
     are_looked_up_at_once,
     traced_pooled,

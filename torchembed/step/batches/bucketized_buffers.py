@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from torchembed.core.trees import Tree
-from torchembed.modules.bad_ids import deferred_id_checks
+from torchembed.modules.lookup.bad_ids import deferred_id_checks
 from torchembed.step.batches.input_buffers import InputBuffers
 from torchembed.step.graph_capture import captured_graph
 from torchembed.step.lookup_calls import LookupCall

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchembed.core.trees import Tree, map_tensors, tensors_in
-from torchembed.modules.bad_ids import deferred_id_checks
-from torchembed.modules.lookup_stages import Admitted, Routed
+from torchembed.modules.lookup.bad_ids import deferred_id_checks
+from torchembed.modules.lookup.lookup_stages import Admitted, Routed
 from torchembed.step.bad_id_flag import BadIdFlag, either, reduce_checks
 from torchembed.step.batches.batch_layout import (
     tensors_without_ids,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torchembed.modules.bad_ids import ChecksAtOnce, deferred_id_checks
+from torchembed.modules.lookup.bad_ids import ChecksAtOnce, deferred_id_checks
 from torchembed.step.batches.batch_layout import to_device
 from torchembed.step.dense_updates import PlainUpdates
 from torchembed.step.eager_lookups import EagerLookups

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import torch
 
 from torchembed.core.trees import Tree, tensors_in
-from torchembed.modules.bad_ids import deferred_id_checks
+from torchembed.modules.lookup.bad_ids import deferred_id_checks
 from torchembed.modules.sharded.sharded_collection import ShardedCollection
 from torchembed.modules.table_module import TableModule
 from torchembed.step.bad_id_flag import reduce_checks

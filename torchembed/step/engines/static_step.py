@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.trees import Tree
-from torchembed.modules.forward_admission import forward_admissions
+from torchembed.modules.lookup.forward_admission import forward_admissions
 from torchembed.sharding.transport.collectives import GatheredSize, recorded_sizes
 from torchembed.step.batches.bucketized_buffers import Capacity
 from torchembed.step.batches.input_buffers import InputBuffers

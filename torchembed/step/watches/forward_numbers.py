@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.core.trees import Tree, tensors_in
-from torchembed.modules.bad_ids import deferred_id_checks
+from torchembed.modules.lookup.bad_ids import deferred_id_checks
 from torchembed.step.batches.counted_parts import for_model
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.lookup_calls import reusing

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchembed.core import ranks
-from torchembed.modules.forward_admission import without_admission
+from torchembed.modules.lookup.forward_admission import without_admission
 from torchembed.step.forward_backward_update import StepProgram
 from torchembed.step.stages import LookedUpBatch
 from torchembed.step.step_optimizers import StepOptimizers

@@ -18,7 +18,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.types import OnBadId, Pooling
 from torchembed.integrations.torchrec.tables.dynamic_rows import DynamicRows
 from torchembed.integrations.torchrec.tables.flat_tables import FlatTables
-from torchembed.modules.feature_selection import select_features
+from torchembed.modules.lookup.feature_selection import select_features
 from torchembed.ops.linearize_ids import linearize_ids
 from torchembed.ops.pooled_lookup import pooled_lookup
 from torchembed.ops.row_gradients import GradientSink

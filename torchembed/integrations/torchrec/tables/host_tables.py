@@ -11,7 +11,7 @@ from torch import Tensor
 from torchembed.integrations.torchrec.tables.batched_tables import LookupSource
 from torchembed.integrations.torchrec.tables.device_view import device_view
 from torchembed.integrations.torchrec.tables.fused_tables import FusedTables
-from torchembed.modules.bad_ids import BadIdReport
+from torchembed.modules.lookup.bad_ids import BadIdReport
 from torchembed.ops.rowwise_update import RowGradients
 from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables import FetchedRows, TableSet, TieredGroup

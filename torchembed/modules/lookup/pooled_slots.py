@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torchembed.core.types import Pooling
-from torchembed.modules.slots import SlotRows
-from torchembed.modules.table_lookup import look_up_pooled
+from torchembed.modules.lookup.slots import SlotRows
+from torchembed.modules.lookup.table_lookup import look_up_pooled
 from torchembed.ops.pooled_lookup import LookupStore
 from torchembed.ops.row_gradients import WeightGradient
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchembed.modules.bad_ids import any_bad, collected_checks
+from torchembed.modules.lookup.bad_ids import any_bad, collected_checks
 from torchembed.modules.table_module import TableModule
 from torchembed.tables import Admission, TableGroup
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.stand_ins import KeptTensors
-from torchembed.modules.feature_selection import bounds_of_features
+from torchembed.modules.lookup.feature_selection import bounds_of_features
 
 _NUM_KEPT = 8
 """The most numbers of places for which constants are kept."""

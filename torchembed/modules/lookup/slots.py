@@ -11,12 +11,12 @@ from torch import Tensor
 from torchembed.core.features import SparseFeatures
 from torchembed.core.stand_ins import is_stand_in, makes_stand_ins
 from torchembed.core.types import OnBadId, Pooling
-from torchembed.modules.awaited_admission import awaits_admission
-from torchembed.modules.bad_ids import BadIdReport
-from torchembed.modules.bad_ids_of_slots import submit_bad_id
-from torchembed.modules.feature_selection import capacity_for, select_features
-from torchembed.modules.fetched_rows import fetch_refused, fetch_rows
-from torchembed.modules.group_rows import GroupRows, GroupSlots, Ids
+from torchembed.modules.lookup.awaited_admission import awaits_admission
+from torchembed.modules.lookup.bad_ids import BadIdReport
+from torchembed.modules.lookup.bad_ids_of_slots import submit_bad_id
+from torchembed.modules.lookup.feature_selection import capacity_for, select_features
+from torchembed.modules.lookup.fetched_rows import fetch_refused, fetch_rows
+from torchembed.modules.lookup.group_rows import GroupRows, GroupSlots, Ids
 from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.segments import find_runs
 from torchembed.tables import (

@@ -11,7 +11,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.piece_order import PieceOrder
 from torchembed.core.stand_ins import KeptTensors
 from torchembed.core.types import Pooling
-from torchembed.modules.bad_ids_of_slots import SlotName
+from torchembed.modules.lookup.bad_ids_of_slots import SlotName
 from torchembed.ops.linearize_ids.reference import id_features
 from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import GradientSink

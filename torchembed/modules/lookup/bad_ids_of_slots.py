@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
-from torchembed.modules.bad_ids import BadIdReport
-from torchembed.modules.feature_selection import bounds_of_features
+from torchembed.modules.lookup.bad_ids import BadIdReport
+from torchembed.modules.lookup.feature_selection import bounds_of_features
 
 
 class SlotName(NamedTuple):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.stand_ins import in_transform
-from torchembed.modules.bad_ids import BadIdReport
+from torchembed.modules.lookup.bad_ids import BadIdReport
 from torchembed.ops.segments import Runs, find_runs
 from torchembed.tables import Admission, DiskGroup, FetchedRows, TieredGroup
 

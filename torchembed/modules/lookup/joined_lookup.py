@@ -12,12 +12,12 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.function_context import FunctionContext
 from torchembed.core.stand_ins import KeptTensors
 from torchembed.core.types import OnBadId, Pooling
-from torchembed.modules.bad_ids import BadIdReport
-from torchembed.modules.bad_ids_of_slots import SlotName, submit_bad_id
-from torchembed.modules.fetched_rows import fetch_refused, fetch_rows
-from torchembed.modules.group_rows import Ids
-from torchembed.modules.lookup_stages import Admitted, Bucketized, LookedUp, Routed
-from torchembed.modules.table_lookup import look_up, look_up_pooled
+from torchembed.modules.lookup.bad_ids import BadIdReport
+from torchembed.modules.lookup.bad_ids_of_slots import SlotName, submit_bad_id
+from torchembed.modules.lookup.fetched_rows import fetch_refused, fetch_rows
+from torchembed.modules.lookup.group_rows import Ids
+from torchembed.modules.lookup.lookup_stages import Admitted, Bucketized, LookedUp, Routed
+from torchembed.modules.lookup.table_lookup import look_up, look_up_pooled
 from torchembed.ops.pooled_lookup import fixed_gradient_map
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.rowwise_update import RowGradients

@@ -10,8 +10,8 @@ from torch import Tensor
 from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.stand_ins import in_transform
 from torchembed.core.types import Pooling
-from torchembed.modules.forward_admission import is_trial
 from torchembed.modules.inside_ddp import active_ddp
+from torchembed.modules.lookup.forward_admission import is_trial
 from torchembed.ops.eager_lookup import bags_of_positions, eager_sequence_lookup, pool_vectors
 from torchembed.ops.pooled_lookup import LookupStore, pooled_lookup
 from torchembed.ops.row_gradients import GradientSink, WeightGradient
