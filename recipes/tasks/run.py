@@ -6,11 +6,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torchembed
 from recipes.ctr.early_stopped import Report, SeedRun, Trainee, train_early_stopped
-from recipes.ctr.rows import Rows
 from recipes.ctr.served import served_best
 from recipes.ctr.splits import Splits
 from recipes.ranks import check_batch_size, shard_over_ranks, table_device
@@ -19,6 +18,7 @@ from recipes.seeds import train_each_seed
 from recipes.served_run import ServedRun
 from recipes.tasks.config import Architecture, TasksConfig
 from torchembed.models import PLE, MMoE, SharedBottom
+from torchembed.models.task_towers import TaskTowers
 from torchembed.training import MultiTaskLoss, Task, TaskEvaluations, TaskKind, evaluate
 
 _OUTPUTS = {TaskKind.BINARY: "sigmoid", TaskKind.REGRESSION: "as_it_is"}
@@ -88,7 +88,7 @@ def run_seeds(
 def _prepared(
     config: TasksConfig, tasks: Sequence[Task], splits: Splits, seed: int, device: torch.device
 ) -> Trainee[TaskEvaluations]:
-    model = build_model(config, tasks, splits.rows, seed, device)
+    model = build_model(config, tasks, splits, seed, device)
     return Trainee(
         title=config.architecture.value,
         model=model,
@@ -123,16 +123,17 @@ def served_tasks(
     """
 
     def build(seed: int) -> nn.Module:
-        return build_model(config, tasks, read(seed).rows, seed, torch.device("cpu"))
+        return build_model(config, tasks, read(seed), seed, torch.device("cpu"))
 
     outputs = {task.name: _OUTPUTS[task.kind] for task in tasks}
     return served_best(config, read, build, output)._replace(output=outputs)
 
 
 def build_model(
-    config: TasksConfig, tasks: Sequence[Task], rows: Rows, seed: int, device: torch.device
-) -> nn.Module:
-    """The model with a table for each feature, spread over the ranks; bags are averaged."""
+    config: TasksConfig, tasks: Sequence[Task], splits: Splits, seed: int, device: torch.device
+) -> TaskTowers:
+    """The model with a table for each feature, spread over the ranks; bags are averaged. Its
+    outputs start at the means of the labels to train on."""
     torch.manual_seed(seed)
     tables = torchembed.EmbeddingBagCollection(
         [
@@ -144,7 +145,7 @@ def build_model(
                 pooling=torchembed.Pooling.MEAN,
                 initializer=torchembed.Normal(std=config.embedding_std),
             )
-            for name, feature in rows.features.items()
+            for name, feature in splits.rows.features.items()
         ],
         device=table_device(device),
         seed=seed,
@@ -160,7 +161,7 @@ def build_model(
     match config.architecture:
         case Architecture.SHARED_BOTTOM:
             sizes = config.bottom_layer_sizes
-            model: nn.Module = SharedBottom(tables, **alike, bottom_layer_sizes=sizes)
+            model: TaskTowers = SharedBottom(tables, **alike, bottom_layer_sizes=sizes)
         case Architecture.MMOE:
             model = MMoE(tables, **alike, **of_experts, num_experts=config.num_experts)
         case Architecture.PLE:
@@ -172,11 +173,21 @@ def build_model(
                 num_task_experts=config.num_task_experts,
                 num_shared_experts=config.num_shared_experts,
             )
+    labels = splits.rows.labels
+    model.start_at(
+        {task.name: _mean_output(task, labels[task.name][splits.train]) for task in tasks}
+    )
     shard_over_ranks(model, device, torchembed.optim.Adam, config.placement)
     return model
 
 
-def build_optimizers(config: TasksConfig, model: nn.Module) -> list[torch.optim.Optimizer]:
+def _mean_output(task: Task, labels: Tensor) -> float:
+    """The output that predicts the mean of ``labels``."""
+    mean = labels.double().mean()
+    return float(mean.logit() if task.kind is TaskKind.BINARY else mean)
+
+
+def build_optimizers(config: TasksConfig, model: TaskTowers) -> list[torch.optim.Optimizer]:
     """Adam for the tables, of which those rows move that a batch looked up, and for all else."""
     tables, dense = torchembed.optim.split_parameters(model.parameters())
     return [

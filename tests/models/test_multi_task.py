@@ -1,6 +1,7 @@
 """``SharedBottom``, ``MMoE`` and ``PLE`` against their papers' formulas, and whose gradients reach
 what."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -243,3 +244,35 @@ def test_missing_dense_features_and_names_are_named(make: Maker, device: torch.d
 def test_numbers_of_experts_and_levels_are_at_least_one(make: Maker, argument: str) -> None:
     with pytest.raises(ValueError, match=rf"^{argument} must be at least 1, got 0$"):
         make("meta", **{argument: 0})
+
+
+@EACH
+def test_outputs_start_where_they_are_told_to(make: Maker, device: torch.device) -> None:
+    model = make(device)
+    sparse = clicks(device).sparse
+    before = model(None, sparse)
+    old = {name: float(model.towers[n][-1].bias.detach()) for n, name in enumerate(TASKS)}  # type: ignore[index]
+    wanted = {"rating": 3.5, "like": -0.25, "forward": 100.0}
+    model.start_at(wanted)
+    for name, output in model(None, sparse).items():
+        # The sum of a few products and a bias, in another order or not, and the difference here.
+        bound = 8 * (wanted[name] + abs(old[name]) + 8) * torch.finfo(torch.float32).eps
+        moved = (output - before[name]).detach()
+        assert (moved - (wanted[name] - old[name])).abs().max() <= abs(bound)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_starts_of_wrong_tasks_and_of_no_number_are_named(device: torch.device) -> None:
+    model = mmoe(device)
+    wanted = dict.fromkeys(TASKS, 0.5)
+    for given in (wanted | {"share": 1.0}, {"like": 1.0}):
+        with pytest.raises(
+            ValueError,
+            match=r"^outputs must have a number for each of the tasks \['like', 'forward', "
+            r"'rating'\] and no others, got \['like'",
+        ):
+            model.start_at(given)
+    with pytest.raises(
+        ValueError, match=r"^outputs must be finite, got inf for like; a binary task"
+    ):
+        model.start_at(wanted | {"like": math.inf})

@@ -1,5 +1,6 @@
 """Models of several tasks as recipes: from the command line to the last line, and the made rows."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from recipes.ctr import ml1m
+from recipes.tasks import ml1m as tasks_of_ml1m
 from recipes.tasks import sines
-from recipes.tasks.run import chosen_tasks
+from recipes.tasks.run import build_model, chosen_tasks
 from recipes.train import main, parse
 from tests.support import made_data
 from torchembed.training import read_metrics
@@ -83,6 +85,31 @@ def test_one_validation_row_gives_no_score_to_stop_by(tmp_path: Path) -> None:
         main(["mmoe.sines", *arguments, "--seeds", "1", "--output", str(tmp_path / "out")])
 
 
+def test_training_begins_at_the_mean_of_the_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stars are about 3 on average, and few steps move an output by a hundredth of that: with each
+    seed a model must begin at their mean, or it learns that before all else."""
+    made_data.write_ml1m(tmp_path)
+    arguments = [*SMALL, "--data", tmp_path, "--output", tmp_path / "out", "--seeds", 1, 2, 3]
+    by_seed = result_of(capsys, "ple", *arguments)["test_by_seed"]
+    # R² is 0 where no more than the mean is known, and -2 for stars of variance 2 that are 2 off.
+    for test in by_seed.values():
+        assert test["rating/r2"] > -0.5
+
+
+def test_outputs_start_at_the_means_of_the_labels_to_train_on(tmp_path: Path) -> None:
+    rated = ml1m.read_rated(made_data.write_ml1m(tmp_path))
+    labels = {"like": (rated.labels >= 4).float(), "rating": rated.labels}
+    splits = ml1m.divide(dataclasses.replace(rated, labels=labels), 1)
+    model = build_model(parse(["mmoe"]).config, tasks_of_ml1m.TASKS, splits, 1, torch.device("cpu"))
+    rate, stars = (float(labels[name][splits.train].double().mean()) for name in labels)
+    found = [float(tower[-1].bias.detach()) for tower in model.towers]  # type: ignore[index]
+    # Rounded once to float32.
+    eps = torch.finfo(torch.float32).eps
+    assert found == pytest.approx([math.log(rate / (1 - rate)), stars], rel=eps)
+
+
 def test_all_ratings_count_and_four_stars_are_likes(tmp_path: Path) -> None:
     path = made_data.write_ml1m(tmp_path)
     ratings = [float(line.split("::")[2]) for line in path.read_text().splitlines()]
@@ -125,13 +152,11 @@ def test_made_rows_are_the_same_for_each_model_of_a_seed() -> None:
 
 
 def test_models_of_the_made_set_have_as_many_parameters() -> None:
-    from recipes.tasks.run import build_model
-
     sizes = {}
     for name in ("shared-bottom.sines", "mmoe.sines"):
         config = parse([name, "--num-train", "8", "--num-held-out", "1"]).config
         splits = sines.make(config, sines.TASKS, 1)
-        model = build_model(config, sines.TASKS, splits.rows, 1, torch.device("cpu"))
+        model = build_model(config, sines.TASKS, splits, 1, torch.device("cpu"))
         sizes[name] = sum(parameter.numel() for parameter in model.parameters())
     # One unit of the bottom has 57.
     assert abs(sizes["shared-bottom.sines"] - sizes["mmoe.sines"]) < 57

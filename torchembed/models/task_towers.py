@@ -1,6 +1,7 @@
 """``TaskTowers``: the base of models of several tasks."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,36 @@ class TaskTowers(nn.Module):
         )
         self.task_names = tuple(task_names)
         self._dense_in_features = dense_in_features
+
+    @torch.no_grad()
+    def start_at(self, outputs: Mapping[str, float]) -> None:
+        """Set the bias of each task's output in place, for a model that is to be trained.
+
+        Where labels are far from 0, as stars are, start at their mean. A bias moves by a learning
+        rate a step, so until then the hidden units must make up the rest, and dropout, which turns
+        that into noise, hides what there is to learn.
+
+        Args:
+            outputs: a number for each task, by its name: for a regression the mean of its labels,
+                for a binary task the logit of their mean, ``log(mean / (1 - mean))``.
+
+        Raises:
+            ValueError: where there is not one finite number for each task.
+        """
+        if outputs.keys() != set(self.task_names):
+            raise ValueError(
+                f"outputs must have a number for each of the tasks {list(self.task_names)} and no "
+                f"others, got {list(outputs)}"
+            )
+        for name, tower in zip(self.task_names, self.towers, strict=True):
+            if not math.isfinite(outputs[name]):
+                raise ValueError(
+                    f"outputs must be finite, got {outputs[name]} for {name}; a binary task whose "
+                    "labels are all alike has no finite logit"
+                )
+            last = list(tower.children())[-1]
+            assert isinstance(last, nn.Linear)
+            last.bias.fill_(outputs[name])
 
     def vectors(self, x: Tensor) -> list[Tensor]:
         """The vector ``[B, in_features]`` of each task, of dense features and embeddings
