@@ -19,7 +19,7 @@ from torchembed import (
 from torchembed.data import Batch
 from torchembed.tables import Constant, Initializer, Normal, Uniform
 from torchembed.tables.tiers import host_tensor
-from torchembed.tables.tiers.tiered_group import _FILLED_ELEMENTS
+from torchembed.tables.tiers.host_group import _FILLED_ELEMENTS
 from torchembed.training import TrainPipeline
 
 pytestmark = pytest.mark.gpu

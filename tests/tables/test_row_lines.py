@@ -9,7 +9,7 @@ from torch import Tensor
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, HostMemory, SparseFeatures
 from torchembed.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from torchembed.tables import Initializer, Normal, Uniform, padded_line_bytes
-from torchembed.tables.tiers import TieredGroup, tiered_group
+from torchembed.tables.tiers import HostGroup, host_group
 from torchembed.tables.tiers.row_lines import row_lines
 
 CPU = torch.device("cpu")
@@ -96,9 +96,9 @@ def tables(
     )
 
 
-def group_of(module: EmbeddingBagCollection) -> TieredGroup:
+def group_of(module: EmbeddingBagCollection) -> HostGroup:
     (group,) = module.table_set.current_groups()
-    assert isinstance(group, TieredGroup)
+    assert isinstance(group, HostGroup)
     return group
 
 
@@ -131,8 +131,8 @@ def test_an_optimizer_puts_rows_beside_their_states(
 def test_large_weights_with_initial_rows_are_made_again(
     initializer: Initializer, is_changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered_group, "_MADE_AGAIN_BYTES", 1)
-    monkeypatch.setattr(tiered_group, "_FILLED_ELEMENTS", 7)
+    monkeypatch.setattr(host_group, "_MADE_AGAIN_BYTES", 1)
+    monkeypatch.setattr(host_group, "_FILLED_ELEMENTS", 7)
     module = tables(initializer=initializer)
     kept = list(module.parameters())
     if is_changed:  # in a way that no version tells

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchembed.tables.group import TableGroup
 from torchembed.tables.storage import Disk
 from torchembed.tables.table import Table
-from torchembed.tables.tiers import DiskGroup, TieredGroup, host_tensor
+from torchembed.tables.tiers import DiskGroup, HostGroup, host_tensor
 
 
 def new_group(
@@ -64,7 +64,7 @@ def _made(tables: Sequence[Table], dtype: torch.dtype, device: torch.device) -> 
         return TableGroup(tables, torch.empty(shape, dtype=dtype, device=device))
     if isinstance(storage, Disk):
         return DiskGroup(tables, torch.empty(shape, dtype=dtype, device="meta"), device)
-    return TieredGroup(tables, host_tensor(shape, dtype, device), device)
+    return HostGroup(tables, host_tensor(shape, dtype, device), device)
 
 
 def group_over(tables: Sequence[Table], stored_weight: Tensor) -> TableGroup:
@@ -74,7 +74,7 @@ def group_over(tables: Sequence[Table], stored_weight: Tensor) -> TableGroup:
         return TableGroup(tables, stored_weight)
     device = tables[0].cache_device
     device = stored_weight.device if device is None else device
-    kind = DiskGroup if isinstance(storage, Disk) else TieredGroup
+    kind = DiskGroup if isinstance(storage, Disk) else HostGroup
     return kind(tables, stored_weight, device)
 
 

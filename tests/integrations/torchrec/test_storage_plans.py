@@ -16,11 +16,11 @@ from torchembed.sharding.planning.storage_costs import LINE_INDEX_BYTES
 from torchembed.tables import (
     Disk,
     DiskGroup,
+    HostGroup,
     HostMemory,
     Table,
     TableSet,
     TableSpec,
-    TieredGroup,
 )
 from torchembed.tables.tiers import host_tensor
 
@@ -86,7 +86,7 @@ def device_bytes(kind: OptimizerKind, num_rows: int) -> tuple[int, int]:
     spec = TableSpec(name="item", num_rows=num_rows, dim=DIM, storage=storage)
     device = torch.device("cpu")
     stored = host_tensor((num_rows, DIM), torch.float32, device)
-    group = TieredGroup([Table(spec)], stored, device)
+    group = HostGroup([Table(spec)], stored, device)
     group.set_rule(UpdateRule(kind=kind), 0.0)
     cache = group.cache._replace(hand=torch.empty(0), counters=torch.empty(0))
     # The last row of each is no slot's.

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from torchembed.core.row_caches import CacheCounter
-from torchembed.ops.initialize_rows import initialize_rows
-from torchembed.ops.row_cache import RowMoves, find_cached, move_rows, read_rows
+from torchembed.ops.row_cache import RowMoves, move_rows, read_rows
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.tables.group import ConvertedRows, TableGroup
 from torchembed.tables.row_index import Admission, NewRows, RowIndex
 from torchembed.tables.storage import Disk, rows_held
 from torchembed.tables.table import Table
+from torchembed.tables.tiers.fetched_rows import FetchedRows
 from torchembed.tables.tiers.host_lines import HostLines
 from torchembed.tables.tiers.host_memory import host_tensor
 from torchembed.tables.tiers.host_places import HostPlaces
@@ -25,7 +25,7 @@ from torchembed.tables.tiers.line_store import LineStore
 from torchembed.tables.tiers.meta_rows import rows_may_be_meta
 from torchembed.tables.tiers.row_owners import RowOwners
 from torchembed.tables.tiers.stored_rows import StoredRows
-from torchembed.tables.tiers.tiered_group import FetchedRows, TieredGroup
+from torchembed.tables.tiers.tiered_group import TieredGroup
 
 
 class DiskGroup(TieredGroup):
@@ -77,9 +77,6 @@ class DiskGroup(TieredGroup):
         )
         self.host = self._places.cache
         self._rows_on_disk = StoredRows(self.lines, self._owners)
-
-    def _make_places(self) -> None:
-        """Do nothing: :attr:`_places`, which are made with host memory, note where rows are."""
 
     def _num_places(self) -> int:
         """Rows that host memory holds.
@@ -262,9 +259,6 @@ class DiskGroup(TieredGroup):
     def _stored_places(self, rows: Tensor) -> Tensor:
         return self._places.find(rows)
 
-    def _order_stored(self) -> None:
-        """Do nothing: rows are expected on disk."""
-
     def _check_unchanged(self) -> None:
         """Raise ``RuntimeError`` where a parameter was changed in place: it holds no rows."""
         versions = self._versions()
@@ -278,18 +272,7 @@ class DiskGroup(TieredGroup):
 
     @torch.no_grad()
     def initialize(self, new: NewRows) -> None:
-        slots = find_cached(self.cache.slot_of_row, new.rows)
-        TableGroup.initialize(self, new._replace(rows=slots))
-        places = self._places.find(new.rows)
-        initialize_rows(
-            self._stored[0],
-            self._stored[1:],
-            torch.where(slots < 0, places, -1),
-            new.ids,
-            new.tables,
-            self.initial_values,
-            initial_state=self.initial_state,
-        )
+        super().initialize(new)
         # The others get their values where they are read.
         self._owners.note(new.rows, are_new=True)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchembed.core.row_caches import CacheCounter, RowCache
 from torchembed.ops.row_cache import RowMoves, claim_slots, empty_row_cache, find_cached
+from torchembed.tables.tiers.fetched_rows import FetchedRows
 from torchembed.tables.tiers.host_lines import HostLines
 from torchembed.tables.tiers.initial_lines import RowIdentities
 from torchembed.tables.tiers.line_moves import (
@@ -17,7 +18,6 @@ from torchembed.tables.tiers.line_moves import (
     recorded_moves,
 )
 from torchembed.tables.tiers.row_owners import RowOwners
-from torchembed.tables.tiers.tiered_group import FetchedRows
 
 
 class PlaceClaim(NamedTuple):

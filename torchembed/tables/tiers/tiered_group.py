@@ -1,7 +1,6 @@
-"""Groups of tables whose rows live in the memory of the host, behind a cache on the device."""
+"""Groups of tables whose rows live outside the device, behind a cache on it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,59 +19,30 @@ from torchembed.ops.row_cache import (
     move_rows,
     read_rows,
 )
-from torchembed.ops.rowwise_update import RoundingKeys, UpdateRule
+from torchembed.ops.rowwise_update import RoundingKeys
 from torchembed.ops.segments import Runs
 from torchembed.tables.admission_clock import AdmissionClock
-from torchembed.tables.group import ConvertedRows, TableGroup
-from torchembed.tables.initializers import is_function_of_id
+from torchembed.tables.group import TableGroup
 from torchembed.tables.row_index import Admission, NewRows, SlotIndex
 from torchembed.tables.storage import rows_held
 from torchembed.tables.table import Table
-from torchembed.tables.tiers.host_memory import host_tensor
-from torchembed.tables.tiers.row_lines import row_lines
-from torchembed.tables.tiers.row_places import RowPlaces
+from torchembed.tables.tiers.fetched_rows import FetchedRows
 from torchembed.tables.tiers.slot_keys import SlotKeys
 from torchembed.tables.tiers.step_counters import new_step_counters
 
-_FILLED_ELEMENTS = 1 << 24
-"""Elements of initial rows that are made at a time."""
-_MADE_AGAIN_BYTES = 1 << 32
-"""Weights of so many bytes are not copied where they hold initial rows."""
-
-
-class FetchedRows(NamedTuple):
-    """The rows of a batch that were to be brought into a cache."""
-
-    unique_rows: Tensor
-    """``[L]``: the distinct rows, increasing; -1 from ``num_rows`` on."""
-    num_rows: Tensor
-    """int32 ``[1]``."""
-    num_refused: Tensor
-    """int64 ``[1]``: slots that the cache had too few; the rows that it did not hold before are not
-    in it then."""
-    epoch: Tensor
-    """int64 ``[1]``: of the batch, as the cache counts."""
-    num_emptied: Tensor
-    """int64 ``[1]``: how often the cache had been emptied by then."""
-    num_short: Tensor | None = None
-    """int64 ``[1]``: places that the memory of the host had too few, of tables on disk."""
-    may_be_late: Tensor | None = None
-    """bool ``[1]``: False where the rows are not brought in at all, since the batch is not trained,
-    or, of tables on disk, host memory does not hold them. None for a batch that is trained."""
-
 
 class TieredGroup(TableGroup):
-    """A group whose rows are in :attr:`stored_weight` and :attr:`stored_states`, on the host, and
-    of which ``weight`` and ``states`` hold those that batches under way use, ``[C + 1, ...]``. The
-    last of these is no row's: updates of rows that found no place go there.
+    """A group whose rows are outside the device. ``weight`` and ``states`` hold those that batches
+    under way use, ``[C + 1, ...]``; the last of these is no row's: updates of rows that found no
+    place go there.
 
     Rows have the numbers that they have in a group on the device: ids are routed to them, gradients
     recorded for them. Where ``weight`` holds a row is asked when it is looked up and when it is
     updated. A batch's rows are brought into the cache when it is admitted, and stay there until it
     is released; those that make room are written back.
 
-    A row and its optimizer state lie side by side on the host, so that ``stored_weight`` and
-    ``stored_states`` are views with gaps between their rows.
+    Derived classes say where rows are, and how they get to the cache and back; they also override
+    :meth:`set_rule`, :meth:`converted` and :meth:`convert`.
 
     Attributes:
         cache: which rows the slots of ``weight`` hold. Its counters are of rows that were written
@@ -82,21 +52,13 @@ class TieredGroup(TableGroup):
     """
 
     def __init__(
-        self,
-        tables: Sequence[Table],
-        stored_weight: Tensor,
-        device: torch.device,
-        *,
-        keeps_weight: bool = False,
+        self, tables: Sequence[Table], stored_weight: Tensor, device: torch.device
     ) -> None:
         """
         Args:
-            stored_weight: ``[R, D]`` in the memory of the host.
+            stored_weight: ``[R, D]``, outside the device.
             device: of the cache.
-            keeps_weight: whether ``stored_weight`` stays where it is, apart from the states, since
-                others use its memory.
         """
-        self._keeps_weight = keeps_weight
         self._stored_weight = stored_weight
         self._stored_states: tuple[Tensor, ...] = ()
         self._slot_keys: SlotKeys | None = None
@@ -105,8 +67,6 @@ class TieredGroup(TableGroup):
         num_columns = stored_weight.shape[1]
         super().__init__(tables, stored_weight.new_empty(1, num_columns, device=device))
         self._versions_known: list[int] = []
-        self._was_emptied = True
-        """True if weights may have been changed in place since the cache was emptied."""
         self._make_cache()
 
     def _make_cache(self) -> None:
@@ -114,7 +74,6 @@ class TieredGroup(TableGroup):
         device, weight = self.weight.device, self._stored_weight
         num_slots = sum(map(self._cache_rows_of, self.tables))
         self.cache: RowCache = empty_row_cache(self.num_rows, num_slots, device)
-        self._make_places()
         self.counters = new_step_counters(device)
         self.clock = AdmissionClock(device)
         self._slot_keys = None
@@ -124,11 +83,6 @@ class TieredGroup(TableGroup):
             state.new_zeros(num_slots + 1, *state.shape[1:], device=device)
             for state in self._stored_states
         )
-        self._was_emptied = True
-
-    def _make_places(self) -> None:
-        """Note where rows are stored: each at the place of its own number."""
-        self._row_places = RowPlaces(self.num_rows, self.weight.device)
 
     def _cache_rows_of(self, table: Table) -> int:
         storage = table.spec.storage
@@ -152,9 +106,12 @@ class TieredGroup(TableGroup):
 
     @property
     def _stored(self) -> list[Tensor]:
-        """The stored weight and states for operations that write them: ``.data``, since these
-        writes are no change in place to code that compares versions of parameters."""
-        return [self._stored_weight.data, *self._stored_states]
+        """The memory of the host in which rows and their states are, ``[P, ...]`` each."""
+        raise NotImplementedError
+
+    def _stored_places(self, rows: Tensor) -> Tensor:
+        """Where in :attr:`_stored` each of ``rows`` lies, -1 for row -1."""
+        raise NotImplementedError
 
     @property
     def _cached(self) -> list[Tensor]:
@@ -175,95 +132,6 @@ class TieredGroup(TableGroup):
             self._slot_keys.note(slots, rows, of_rows)
         return self._slot_keys.for_updates(of_rows)
 
-    def set_rule(self, rule: UpdateRule, initial_state: float) -> None:
-        self.write_back()
-        self.rule, self.initial_state = rule, initial_state
-        shape = rule.state_shape(*self._stored_weight.shape)
-        self._make_states([shape] * rule.num_states)
-        for state in self._stored_states:
-            state.fill_(initial_state)
-        self._make_cache()
-        self._tell_row_bytes()
-        self.step = torch.zeros(1, device=self.device)
-
-    def _make_states(self, shapes: Sequence[Sequence[int]]) -> None:
-        """Make memory for states of these shapes, side by side with the rows, which move there."""
-        device = self.device
-        if self._keeps_weight:
-            self._stored_states = tuple(
-                host_tensor(shape, torch.float32, device) for shape in shapes
-            )
-            return
-        # The tables of a group that is being formed still are in others.
-        has_tables = all(getattr(table, "group", None) is self for table in self.tables)
-        is_large = self._stored_weight.nbytes >= _MADE_AGAIN_BYTES
-        is_made_again = has_tables and is_large and self._holds_initial_rows()
-        like = self._stored_weight.to("meta")
-        if is_made_again:  # there need not be memory for all rows twice
-            self._stored_weight = self._stored_weight.new_empty(0, like.shape[1])
-            self._stored_states = ()
-            for table in self.tables:
-                table.parameter.data = self._stored_weight
-        weight, *states = row_lines(like, shapes, device)
-        if not is_made_again and not weight.is_meta:
-            weight.copy_(self._stored_weight)
-        self._stored_weight, self._stored_states = weight, tuple(states)
-        if has_tables:
-            self.point_parameters()
-        if is_made_again:
-            for table in self.tables:
-                self._fill_by_pieces(table)
-
-    def _holds_initial_rows(self) -> bool:
-        """True where every row is as :meth:`fill_initial_rows` makes it. Waits for a GPU."""
-        specs = [table.spec for table in self.tables]
-        if self.weight.is_meta or self.index.changes_on_admission:
-            return False
-        if not all(is_function_of_id(spec.initializer) for spec in specs):
-            return False
-        for table in self.tables:
-            rows = self.table_rows(self._stored_weight.detach(), table)
-            for first, made in self._initial_pieces(table):
-                if not torch.equal(rows[first : first + len(made)].to(made.device), made):
-                    return False
-        return True
-
-    def _initial_pieces(self, table: Table) -> Iterator[tuple[int, Tensor]]:
-        """The number of the first of some consecutive rows of ``table``, and their initial values
-        ``[n, D]`` on the device, in memory of the next ones; all rows, one after the other."""
-        row_ids, num_columns = self.row_ids(table), self.weight.shape[1]
-        num_rows = max(_FILLED_ELEMENTS // max(num_columns, 1), 1)
-        made = self.weight.new_empty(min(num_rows, table.num_rows), num_columns)
-        for first in range(0, table.num_rows, num_rows):
-            of_piece = row_ids[first : min(first + num_rows, table.num_rows)]
-            piece = made[: len(of_piece)]
-            table.fill_rows(piece, of_piece)
-            yield first, piece
-
-    def _fill_by_pieces(self, table: Table) -> None:
-        weight = self.table_rows(self._stored_weight.detach(), table)
-        for first, piece in self._initial_pieces(table):
-            # A copy from a GPU to lines, between which there is space, goes through memory of the
-            # host that is not locked.
-            slots = torch.arange(len(piece), dtype=torch.int32, device=piece.device)
-            written = first + slots.long()
-            count = torch.full((1,), len(piece), device=piece.device)
-            moves = RowMoves(slots, written, torch.full_like(written, -1), count)
-            move_rows(moves, [piece], [weight])
-        if weight.is_cpu and self.weight.is_cuda:
-            torch.cuda.current_stream(self.device).synchronize()
-
-    @torch.no_grad()
-    def fill_initial_rows(self, table: Table) -> None:
-        """As the overridden method; on a GPU, which is faster and gives the bits that it gives
-        tables on the device."""
-        if self.device.type != "cuda" or not is_function_of_id(table.spec.initializer):
-            super().fill_initial_rows(table)
-            return
-        self.write_back()
-        self._fill_by_pieces(table)
-        self.forget_cached()
-
     def check_convertible(self, convert: Callable[[Tensor], Tensor]) -> None:
         """Raise ``TypeError`` where ``convert`` gives the rows a dtype that caches do not hold."""
         dtype = convert(self.weight[:0]).dtype
@@ -273,40 +141,6 @@ class TieredGroup(TableGroup):
                 f"tables {names} in host memory must be float32, float16 or bfloat16, got {dtype} "
                 "to convert them to; leave them out, or keep them on the device"
             )
-
-    def converted(self, convert: Callable[[Tensor], Tensor]) -> ConvertedRows:
-        self.write_back()
-        like = convert(self.weight[:0])
-        stored = self._stored_weight
-        if (stored.dtype, self.device) == (like.dtype, like.device):
-            return ConvertedRows(stored, like.device)
-        made = host_tensor(stored.shape, like.dtype, like.device)
-        if not stored.is_meta and not like.is_meta:
-            made.copy_(stored)
-        return ConvertedRows(made, like.device)
-
-    def convert(self, rows: ConvertedRows) -> None:
-        was_meta, (weight, device) = self._stored_weight.is_meta, rows
-        states = self._stored_states
-        is_moved = weight is not self._stored_weight
-        self._stored_weight = weight
-        if is_moved and states and not was_meta:
-            shapes = [state.shape for state in states]
-            weight, *made = row_lines(weight, shapes, device)
-            if device.type != "meta":
-                for new, old in zip((weight, *made), (self._stored_weight, *states), strict=True):
-                    new.copy_(old)
-            self._stored_weight, self._stored_states = weight, tuple(made)
-        self.weight = weight.new_empty(1, weight.shape[1], device=device)
-        for table in self.tables:
-            table.cache_device = device
-        self._make_cache()
-        if was_meta and self.rule is not None:
-            self.set_rule(self.rule, self.initial_state)
-        self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
-        self.pending.to(device)
-        self._set_index(self.index.to(device))
-        self.point_parameters()
 
     @torch.no_grad()
     def admit(
@@ -329,7 +163,7 @@ class TieredGroup(TableGroup):
         super().initialize(new._replace(rows=slots))
         initialize_rows(
             self._stored[0],
-            self._stored_states,
+            self._stored[1:],
             torch.where(slots < 0, self._stored_places(new.rows), -1),
             new.ids,
             new.tables,
@@ -425,7 +259,7 @@ class TieredGroup(TableGroup):
 
     def _exchange(self, moves: RowMoves) -> None:
         """Bring rows into the cache for those that make room of them."""
-        move_rows(self._row_places.exchanged(moves), self._cached, self._stored)
+        raise NotImplementedError
 
     def _write_dirty(self) -> None:
         """Write the rows of the cache that were trained since they were read to where they are
@@ -434,31 +268,10 @@ class TieredGroup(TableGroup):
         written = self._stored_places(moves.written_rows)
         move_rows(moves._replace(written_rows=written), self._cached, self._stored)
 
-    def _stored_places(self, rows: Tensor) -> Tensor:
-        """Where in :attr:`_stored` each of ``rows`` lies, -1 for row -1."""
-        return self._row_places.find(rows)
-
     def _check_unchanged(self) -> None:
-        """Empty the cache where weights were changed in place, and it holds nothing that was
-        trained since it was emptied last.
-
-        Raises:
-            RuntimeError: where it does.
-        """
-        versions = self._versions()
-        if versions == self._versions_known:
-            self._was_emptied = False
-            return
-        if not self._was_emptied and self.cache.is_dirty.any():
-            names = ", ".join(table.spec.name for table in self.tables)
-            raise RuntimeError(
-                f"weight of one of the tables {names} was changed in place while the cache on the "
-                "device held rows of it that were trained since; call write_back() of the module "
-                "before changing it"
-            )
-        if not self._was_emptied:
-            self.forget_cached()
-        self._was_emptied, self._versions_known = False, versions
+        """Raise ``RuntimeError`` where a weight was changed in place that the cache does not
+        follow."""
+        raise NotImplementedError
 
     def _versions(self) -> list[int]:
         return [t.parameter._version for t in self.tables if hasattr(t, "parameter")]
@@ -476,15 +289,15 @@ class TieredGroup(TableGroup):
         self._order_stored()
 
     def _order_stored(self) -> None:
-        """Bring each row to where it is expected in :attr:`stored_weight`. Waits for a GPU."""
-        self._row_places.restore(self._stored)
+        """Bring each row to where it is expected in :attr:`stored_weight`, where rows may be in
+        others' places. Waits for a GPU."""
 
     def forget_cached(self) -> None:
         """Empty the cache without writing its rows anywhere. Never waits for a GPU."""
         if not self.weight.is_meta:
             forget_rows(self.cache)
             self._num_emptied += 1
-        self._was_emptied, self._versions_known = True, self._versions()
+        self._versions_known = self._versions()
 
     def release(self, epoch: Tensor) -> None:
         super().release(epoch)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchembed.tables import Disk, DiskGroup, Table, TableGroup, TieredGroup
+from torchembed.tables import Disk, DiskGroup, HostGroup, Table, TableGroup
 
 
 class FlatTables:
@@ -47,7 +47,7 @@ class FlatTables:
                 if isinstance(storage, Disk):
                     group = DiskGroup(members, rows, device)
                 else:
-                    group = TieredGroup(members, rows, device, keeps_weight=True)
+                    group = HostGroup(members, rows, device, keeps_weight=True)
             for number, first_row in zip(numbers, group.first_rows, strict=False):
                 first_rows[number] = first_row
                 self.offsets[number] = begin + first_row * width
