@@ -97,8 +97,13 @@ def redis_cluster(num_nodes: int = 3) -> Iterator[list[RedisServer]]:
             capture_output=True,
             timeout=LIMIT_SECONDS,
         )
-        wait_until(lambda: all(_is_whole(servers)))
+        wait_for_cluster(servers)
         yield servers
+
+
+def wait_for_cluster(servers: list[RedisServer]) -> None:
+    """Return when all servers of a cluster know each other, and answer."""
+    wait_until(lambda: all(_is_whole(servers)))
 
 
 def free_port() -> int:

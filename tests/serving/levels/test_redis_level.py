@@ -141,7 +141,7 @@ def test_answers_go_on_and_are_never_stale(
     tmp_path: Path, uppermost: str, keeps_rows: str, max_missed_keys: int
 ) -> None:
     # By default Redis may acknowledge what it then loses where it is killed within two seconds.
-    with redis_server("--appendonly", keeps_rows, "--appendfsync", "always") as server:
+    with redis_server("--appendonly", keeps_rows) as server:
         kill_amid_traffic(server, tmp_path, UPPERMOST[uppermost](), max_missed_keys)
 
 

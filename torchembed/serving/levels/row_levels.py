@@ -14,7 +14,7 @@ from torchembed.serving.levels.level_rules import LevelRules, LoadedPart
 from torchembed.serving.levels.served_table import ServedTable, distinct_tables, positions_of
 from torchembed.serving.levels.stale_marks import StaleMarks
 from torchembed.serving.levels.update_log import Fetch, UpdateLog
-from torchembed.stores import LineChunk, RowStore
+from torchembed.stores import LineChunk, RedisStore, RowStore
 
 _WRITTEN_BYTES = 1 << 28
 """Bytes of lines that one call of a store writes."""
@@ -44,7 +44,8 @@ class RowLevels:
     A store that raises ``RowStoreError`` or ``OSError`` is left out for some time, and then tried
     again; the others answer meanwhile. What it missed is deleted from it before it is used again.
     Only writing to the lowest store must succeed: where it does not, nothing is written above it
-    either, and the error is raised for the caller to try again.
+    either, and the error is raised for the caller to try again. A Redis above it that comes back
+    with older rows than it had is emptied first, node by node (:meth:`RedisStore.mirror`).
 
     Args:
         stores: the uppermost first; they belong to the caller, who closes them after this.
@@ -105,6 +106,9 @@ class RowLevels:
             )
             for name, store, rule, keeps in zip(names, stores, rules, outlives, strict=True)
         ]
+        for store in stores[:-1]:
+            if isinstance(store, RedisStore) and not store.redis_options.is_read_only:
+                store.mirror(stores[-1], records)
         self._log = UpdateLog()
         self._writer = threading.RLock()
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 from torchembed.core.addresses import parse_address
 from torchembed.stores.errors import StoreUnavailableError
 from torchembed.stores.redis.commands import Exchange, command, exchange
+from torchembed.stores.redis.connection_checks import ConnectionChecks, reply_of
 from torchembed.stores.redis.faults import faults_named, import_redis
+from torchembed.stores.redis.known_servers import Node
 from torchembed.stores.redis.options import DEFAULT_PORT, RedisOptions, RedisTls
 
 if TYPE_CHECKING:
     from redis.connection import BlockingConnectionPool, Connection
-
-Node = tuple[str, int]
 
 _MAX_REDIRECTIONS = 5
 _SOCKET_READ_BYTES = 1 << 18
@@ -42,6 +42,11 @@ class RedisNodes:
         self._pools: dict[Node, BlockingConnectionPool] = {}
         self._node_of_slot: list[Node | None] | None = None
         """Of a cluster; None where it is to be asked for."""
+        self._checks: ConnectionChecks | None = None
+
+    def check_connections(self, checks: ConnectionChecks) -> None:
+        """Have connections checked before they are used for data from now on."""
+        self._checks = checks
 
     def run(self, exchanges: Sequence[Exchange]) -> list[list[Any]]:
         """Send all exchanges, then take their replies: a list for each.
@@ -69,10 +74,8 @@ class RedisNodes:
 
     def nodes(self) -> Sequence[Node]:
         """The servers that hold data."""
-        if not self._options.is_cluster:
-            return self._seeds
         with faults_named(self.where):
-            return sorted({node for node in self._slots() if node is not None})
+            return self._masters()
 
     def close(self) -> None:
         """End all connections."""
@@ -98,6 +101,9 @@ class RedisNodes:
         try:
             # In one order everywhere, since each waits for connections while it has others.
             with self._connections(sorted(groups)) as connections:
+                if self._checks is not None:
+                    for node, connection in connections.items():
+                        self._checks.check(node, connection, self._masters)
                 for node, connection in connections.items():
                     parts: list[bytes | memoryview] = []
                     for n, asks in groups[node]:
@@ -106,7 +112,7 @@ class RedisNodes:
                 for node, connection in connections.items():
                     for n, asks in groups[node]:
                         num_replies = exchanges[n].num_replies + asks
-                        replies[n] = [_reply(connection) for _ in range(num_replies)][asks:]
+                        replies[n] = [reply_of(connection) for _ in range(num_replies)][asks:]
         except BaseException:
             # Others may hold its slots by now.
             self._node_of_slot = None
@@ -146,8 +152,10 @@ class RedisNodes:
             yield connections
         except BaseException:
             # Replies that were not taken would be those to later commands.
-            for connection in connections.values():
+            for node, connection in connections.items():
                 connection.disconnect()
+                if self._checks is not None:
+                    self._checks.give_up(node, connection)
             raise
         finally:
             for node, connection in connections.items():
@@ -175,11 +183,23 @@ class RedisNodes:
             socket_connect_timeout=options.timeout_seconds,
             socket_keepalive=True,
             socket_read_size=_SOCKET_READ_BYTES,
+            redis_connect_func=self._begin,
             # Whoever asked is told at once, and asks again when it wants.
             retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
             protocol=2,
             **encryption,
         )
+
+    def _begin(self, connection: "Connection") -> None:
+        """Log in, by a connection that was just made."""
+        if self._checks is not None:
+            self._checks.forget(connection)
+        connection.on_connect()
+
+    def _masters(self) -> Sequence[Node]:
+        if not self._options.is_cluster:
+            return self._seeds
+        return sorted({node for node in self._slots() if node is not None})
 
     def _node_of(self, key: bytes) -> Node:
         if not self._options.is_cluster:
@@ -216,17 +236,12 @@ class RedisNodes:
                 place = (host.decode() if host else node[0], port)
                 slots[first : last + 1] = [place] * (last + 1 - first)
             self._node_of_slot = slots
+            if self._checks is not None:
+                # Replicas may have become masters.
+                self._checks.check_all_anew()
             return slots
         assert failure is not None
         raise failure
-
-
-def _reply(connection: "Connection") -> Any:
-    """The next reply, which may be an error."""
-    try:
-        return connection.read_response(disconnect_on_error=False)
-    except import_redis().exceptions.ResponseError as error:
-        return error
 
 
 def _connections_to(server_name: str | None) -> "type[Connection]":

@@ -2,14 +2,24 @@
 
 import contextlib
 import json
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
 from torchembed.stores.arguments import check_same_line, check_table
 from torchembed.stores.errors import CorruptStoreError, RowStoreError
+from torchembed.stores.interface import RowStore
 from torchembed.stores.memory import MemoryStore
 from torchembed.stores.redis.commands import command, exchange
-from torchembed.stores.redis.layout import HUGECTR_TABLES, REGISTRY, hugectr_table, partition_names
+from torchembed.stores.redis.connection_checks import ConnectionChecks
+from torchembed.stores.redis.known_servers import KnownServers
+from torchembed.stores.redis.layout import (
+    HUGECTR_TABLES,
+    REGISTRY,
+    PartitionNames,
+    hugectr_table,
+    partition_names,
+)
 from torchembed.stores.redis.nodes import RedisNodes
 from torchembed.stores.redis.options import RedisLayout, RedisOptions
 from torchembed.stores.redis.overflow import OverflowResolver
@@ -56,6 +66,7 @@ class RedisStore:
         self._refresher: AccessRefresher[RedisRead] = AccessRefresher(
             "torchembed accesses to Redis"
         )
+        self._mirrored: RowStore | None = None
         self._is_open = True
 
     def __str__(self) -> str:
@@ -100,6 +111,37 @@ class RedisStore:
         records = zip(pairs[::2], pairs[1::2], strict=True)
         return {name.decode(): _record(record)["line_bytes"] for name, record in records}
 
+    def mirror(self, whole: RowStore, records: RowStore | None) -> None:
+        """Never give a row from now on that a server kept, or got, in place of a newer one that it
+        had acknowledged, as one that was killed and comes back may.
+
+        Each new connection is asked which run of the server it leads to. Where that is another one
+        than before, or the server is a master only now, the tables of ``whole`` are emptied there
+        first. The first time, rows are taken as they are. A second call does nothing. Servers must
+        allow ``INFO``, ``CLIENT ID``, ``CLIENT KILL`` and ``UNLINK``.
+
+        Args:
+            whole: a store that has all rows of its tables, so that none is lost.
+            records: a store that outlives this process, in which runs are kept for the next one;
+                None where what is there when this process begins is taken as it is.
+
+        Raises:
+            RowStoreError, OSError: where ``records`` cannot be read.
+            ValueError: for a store that is read-only, or mirrors another one.
+        """
+        if self.redis_options.is_read_only:
+            raise ValueError(f"{self} must be writable to mirror another store; it is read-only")
+        if self._mirrored is None:
+            self._nodes.check_connections(
+                ConnectionChecks(KnownServers(records), lambda: self._partitions_of(whole))
+            )
+            self._mirrored = whole
+        elif self._mirrored is not whole:
+            raise ValueError(
+                f"{self} must mirror one store, and has another one already; make another "
+                "RedisStore"
+            )
+
     def sync(self) -> None:
         """Return when all reads before are noted. What survives the end of the server is its own
         affair."""
@@ -136,6 +178,12 @@ class RedisStore:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _partitions_of(self, store: RowStore) -> Iterator[PartitionNames]:
+        """The partitions here of all tables that a store has."""
+        for table in store.tables():
+            for partition in range(self.options.num_partitions):
+                yield partition_names(self.redis_options.layout, table, partition)
 
     def _check_open(self) -> None:
         if not self._is_open:
