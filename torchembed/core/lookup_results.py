@@ -9,7 +9,13 @@ from torchembed.core.padded_dense import padded_dense
 
 
 class KeyedTensor:
-    """Pooled vectors of several keys, concatenated: ``values [B, sum of widths]``."""
+    """Pooled vectors of several features, side by side in one tensor ``[B, sum of widths]``.
+
+    Args:
+        keys: names of the features, in the order of their columns.
+        length_per_key: the width, the number of columns, of each key.
+        values: ``[B, sum of widths]``, floating; not copied.
+    """
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
         self._keys, self._widths, self._values = list(keys), list(length_per_key), values
@@ -35,7 +41,13 @@ class KeyedTensor:
 
 
 class JaggedTensor:
-    """Rows of different lengths: sample b holds ``values[offsets[b]:offsets[b + 1]]``."""
+    """Sequences of different lengths: sample b has ``values[offsets[b]:offsets[b + 1]]``.
+
+    Args:
+        values: ``[L, ...]``: vectors ``[L, D]``, or ids ``[L]``; not copied. There may be more than
+            ``offsets[-1]``, which belong to no sample.
+        offsets: ``[B + 1]``, int32 or int64, not descending, from 0.
+    """
 
     def __init__(self, values: Tensor, offsets: Tensor) -> None:
         self._values, self._offsets = values, offsets
@@ -53,11 +65,15 @@ class JaggedTensor:
         return self._offsets.diff()
 
     def to_padded_dense(self, desired_length: int, padding_value: float = 0.0) -> Tensor:
-        """``[B, desired_length, ...]``: the first rows of each sample, and ``padding_value`` behind
-        them. Waits for no GPU, so that captured steps may hold it; deterministic.
+        """Pad or cut each sample to ``desired_length`` elements, with ``padding_value`` at its end.
+
+        Deterministic, and never waits for a GPU, so that it can be captured in a CUDA graph.
+
+        Returns:
+            ``[B, desired_length, ...]``, dtype of the values.
 
         Raises:
-            TypeError, ValueError: where ``desired_length`` is no whole number of at least 0.
+            TypeError, ValueError: unless ``desired_length`` is a whole number of at least 0.
         """
         if isinstance(desired_length, bool) or not isinstance(desired_length, (int, torch.SymInt)):
             raise TypeError(

@@ -22,15 +22,18 @@ class _WithDense(FusedOptimizer):
 
     @classmethod
     def with_dense(cls, params: ParamsT, **hyperparameters: Any) -> JointOptimizer:
-        """One optimizer of tables and dense parameters: ``Adagrad.with_dense(model.parameters(),
-        lr=0.01)`` steps tables by this class, and the rest by ``DenseAdagrad`` and the like.
+        """Make one optimizer of tables and dense parameters.
+
+        ``Adagrad.with_dense(model.parameters(), lr=0.01)`` updates tables by :class:`Adagrad` and all
+        other parameters by :class:`DenseAdagrad`; likewise for the other rules.
 
         Args:
             params: parameters of both kinds, or parameter groups of them.
-            hyperparameters: arguments of this class; the dense rule takes those that it has.
+            hyperparameters: arguments of this class; the dense optimizer gets those that it has.
 
         Raises:
-            ValueError: where there is no parameter.
+            ValueError: if there is no parameter.
+            TypeError: for a module in place of its parameters.
         """
         of_tables, of_dense = split_parameters(params, _ONLY_OF_TABLES)
         if not of_tables and not of_dense:
@@ -45,14 +48,24 @@ class _WithDense(FusedOptimizer):
 
 
 class SGD(_WithDense):
-    """Stochastic gradient descent on the touched rows; without decay equal to ``torch.optim.SGD``.
+    """Stochastic gradient descent on the rows that a step looked up, updated in place.
+
+    For a row ``w`` with the sum ``g`` of its gradients: ``w -= lr * g``. Without weight decay that
+    equals ``torch.optim.SGD`` without momentum. All arithmetic is in float32. Rows that were not
+    looked up stay as they are.
 
     Args:
-        params: table weights, or parameter groups of them.
-        lr: learning rate, a number or a tensor.
-        weight_decay: L2 penalty, applied to the rows that a step touches.
-        max_gradient: each element of a row's summed gradient is clamped to this; 0 for no clamping.
-        stochastic_rounding: for 16-bit tables; False rounds to nearest.
+        params: weights of tables ``[R, D]``, or parameter groups of them.
+        lr: learning rate, a number or a tensor ``[]``; on the tables' device a tensor is read
+            there, so that captured steps follow its changes.
+        weight_decay: L2 penalty: ``g += weight_decay * w``, for the rows that a step updates.
+        max_gradient: clamps each element of ``g`` to ``[-max_gradient, max_gradient]``, before the
+            decay; 0 for no clamping.
+        stochastic_rounding: rounds 16-bit rows up or down at random, without bias; False rounds to
+            the nearest number.
+
+    Raises:
+        TypeError: for a parameter that is not the weight of a table.
     """
 
     kind = OptimizerKind.SGD
@@ -72,12 +85,17 @@ class SGD(_WithDense):
 
 
 class Adagrad(_WithDense):
-    """Adagrad with one sum an element, as ``torch.optim.Adagrad``; state ``sum``, float32.
+    """Adagrad on the rows that a step looked up, as ``torch.optim.Adagrad``; updates in place.
+
+    For a row ``w`` with the sum ``g`` of its gradients: ``s += g * g``, then
+    ``w -= lr * g / (sqrt(s) + eps)`` (J. Duchi, E. Hazan and Y. Singer, "Adaptive Subgradient Methods
+    for Online Learning and Stochastic Optimization", 2011). The state ``sum`` holds ``s``, float32
+    ``[R, D]``.
 
     Args:
-        params, weight_decay, max_gradient, stochastic_rounding: as for :class:`SGD`.
-        lr_decay: step t uses ``lr / (1 + (t - 1) * lr_decay)``.
-        initial_accumulator_value: initial value of every sum.
+        params, lr, weight_decay, max_gradient, stochastic_rounding: as for :class:`SGD`.
+        lr_decay: step t, counted from 1, uses ``lr / (1 + (t - 1) * lr_decay)``.
+        initial_accumulator_value: initial value of each element of ``s``.
         eps: added to the root.
     """
 
@@ -109,23 +127,35 @@ class Adagrad(_WithDense):
 
 
 class RowwiseAdagrad(Adagrad):
-    """Adagrad with one sum a row, the mean of its squared gradients; state ``sum [rows]``.
+    """Adagrad with one accumulator for each row, which takes much less memory than :class:`Adagrad`.
 
-    Arguments as for :class:`Adagrad`. The mean is over all columns of the row, also where they are
-    on several ranks: these then take part in each :meth:`step`, each with the table, and the
-    sums are the same on all of them.
+    For a row ``w`` with the sum ``g`` of its gradients: ``s += mean(g * g)``, then
+    ``w -= lr * g / (sqrt(s) + eps)``, as FBGEMM's row-wise Adagrad (D. Mudigere et al.,
+    "Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation
+    Models", ISCA 2022). The state ``sum`` holds ``s``, float32 ``[R]``.
+
+    The mean is over all columns of a row. If these are divided over ranks, every such rank must
+    take part in each :meth:`step`, and all get the same sums. Arguments are those of
+    :class:`Adagrad`.
     """
 
     kind = OptimizerKind.ROWWISE_ADAGRAD
 
 
 class Adam(_WithDense):
-    """Adam on the touched rows, as ``torch.optim.SparseAdam``; states ``exp_avg, exp_avg_sq``.
+    """Adam on the rows that a step looked up, as ``torch.optim.SparseAdam``; updates in place.
+
+    For a row ``w`` with the sum ``g`` of its gradients, at step t:
+    ``m += (1 - beta1) * (g - m)``, ``v += (1 - beta2) * (g * g - v)``, then
+    ``w -= lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)`` (D. Kingma and J. Ba,
+    "Adam: A Method for Stochastic Optimization", 2015). The states ``exp_avg`` and ``exp_avg_sq``
+    hold ``m`` and ``v``, float32 ``[R, D]``; those of rows that were not looked up do not decay.
+    ``t`` counts the updates of the table, not those of a row.
 
     Args:
-        params, weight_decay, max_gradient, stochastic_rounding: as for :class:`SGD`. The decay is
-            added to the gradient, as in ``torch.optim.Adam``.
-        betas: decay of the two averages.
+        params, lr, weight_decay, max_gradient, stochastic_rounding: as for :class:`SGD`. The decay
+            is added to the gradient, as in ``torch.optim.Adam``, and not decoupled as in AdamW.
+        betas: ``(beta1, beta2)``.
         eps: added to the root.
     """
 

@@ -6,17 +6,18 @@ import os
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Keeps a table's rows, with their optimizer state, in the memory of the host, and those that
-    batches use in a cache on the device.
+    """Keeps a table's rows and their optimizer state in host memory, behind a cache on the device.
 
-    Training reads the rows of a batch before it is trained, and writes rows that make room for
-    others back. Tables of one dimension, dtype and optimizer share a cache of all their cache rows
-    together, whatever the size of each one's. A batch that uses more rows is an error.
+    Training brings the rows of a batch into the cache before their step, and writes rows that make
+    room for them back. Tables of the same dimension, dtype and optimizer share one cache, whose size
+    is the sum of theirs. A batch that uses more rows raises a ``RuntimeError``.
 
     Args:
-        cache_rows: rows of the table that its device holds at once; on several ranks each one's.
-        cache_bytes: the same in bytes of rows with their optimizer state, if ``cache_rows`` is not
-            given.
+        cache_rows: size of the cache in rows, for each table and on each rank.
+        cache_bytes: the same in bytes of rows with their optimizer state. Give one of the two.
+
+    Raises:
+        TypeError, ValueError: unless exactly one size is given, a positive int.
     """
 
     cache_rows: int | None = None
@@ -28,26 +29,29 @@ class HostMemory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Disk:
-    """Keeps a table's rows, with their optimizer state, in a database on disk, those that were used
-    lately in the memory of the host, and those that batches use in a cache on the device.
+    """Keeps a table's rows and their optimizer state on disk, behind host memory and a device cache.
+
+    Host memory holds the rows that were used recently, and the cache on the device those that
+    batches use; every row of the cache is in host memory, too. Training brings the rows of a batch
+    up before their step, and writes rows that make room for them back. Tables of the same dimension,
+    dtype, optimizer and storage share the cache and the host memory, whose sizes are the sums of
+    theirs. A batch that uses more rows than either has room for raises a ``RuntimeError``.
 
     Needs the package rocksdict (``pip install 'torchembed[disk]'``). Rows that were never trained
-    are on no disk: they have the values that the table's initializer gives them. Training reads the
-    rows of a batch before it is trained, and writes rows that make room for others back. Tables of
-    one dimension, dtype, optimizer and storage share a cache of all their cache rows together, and
-    memory of all their host rows. The rows that are in the cache are in host memory, too, beside
-    all rows of a batch; a batch that uses more rows than either has room for is an error.
-
-    What is in the folder is of one run, and survives it only in checkpoints.
+    are not on disk: they have the values of the table's initializer. The files belong to one run;
+    only checkpoints outlive it.
 
     Args:
-        path: a folder, made where there is none in a folder that exists. Each process keeps its
-            rows in a folder of its own in it; what a former run left in that is removed.
-        host_rows: rows of the table that the memory of the host holds at once; on several ranks
-            each one's. More than ``cache_rows`` by the rows of a batch, or all rows of the table.
-        host_bytes: the same in bytes of rows with their optimizer state, if ``host_rows`` is not
-            given; likewise more than ``cache_bytes``.
-        cache_rows, cache_bytes: of the cache, as of :class:`HostMemory`.
+        path: a folder, which is made if its parent exists. Each process has a folder of its own in
+            it, from which the remains of a former run are removed.
+        host_rows: size of the host memory in rows, for each table and on each rank: at least
+            ``cache_rows`` and the rows of a batch, or all rows of the table.
+        host_bytes: the same in bytes of rows with their optimizer state. Give one of the two.
+        cache_rows, cache_bytes: size of the cache, as for :class:`HostMemory`.
+
+    Raises:
+        TypeError, ValueError: for a ``path`` that is no path, sizes that are not given exactly
+            once, or less host memory than cache.
     """
 
     path: str | os.PathLike[str]
