@@ -24,8 +24,8 @@ class _WithDense(FusedOptimizer):
     def with_dense(cls, params: ParamsT, **hyperparameters: Any) -> JointOptimizer:
         """Make one optimizer of tables and dense parameters.
 
-        ``Adagrad.with_dense(model.parameters(), lr=0.01)`` updates tables by :class:`Adagrad` and all
-        other parameters by :class:`DenseAdagrad`; likewise for the other rules.
+        ``Adagrad.with_dense(model.parameters(), lr=0.01)`` updates tables by :class:`Adagrad` and
+        all other parameters by :class:`DenseAdagrad`; likewise for the other rules.
 
         Args:
             params: parameters of both kinds, or parameter groups of them.
@@ -88,9 +88,9 @@ class Adagrad(_WithDense):
     """Adagrad on the rows that a step looked up, as ``torch.optim.Adagrad``; updates in place.
 
     For a row ``w`` with the sum ``g`` of its gradients: ``s += g * g``, then
-    ``w -= lr * g / (sqrt(s) + eps)`` (J. Duchi, E. Hazan and Y. Singer, "Adaptive Subgradient Methods
-    for Online Learning and Stochastic Optimization", 2011). The state ``sum`` holds ``s``, float32
-    ``[R, D]``.
+    ``w -= lr * g / (sqrt(s) + eps)`` (J. Duchi, E. Hazan and Y. Singer, "Adaptive Subgradient
+    Methods for Online Learning and Stochastic Optimization", 2011). The state ``sum`` holds ``s``,
+    float32 ``[R, D]``.
 
     Args:
         params, lr, weight_decay, max_gradient, stochastic_rounding: as for :class:`SGD`.
@@ -127,7 +127,7 @@ class Adagrad(_WithDense):
 
 
 class RowwiseAdagrad(Adagrad):
-    """Adagrad with one accumulator for each row, which takes much less memory than :class:`Adagrad`.
+    """Adagrad with one accumulator for each row, in much less memory than :class:`Adagrad`.
 
     For a row ``w`` with the sum ``g`` of its gradients: ``s += mean(g * g)``, then
     ``w -= lr * g / (sqrt(s) + eps)``, as FBGEMM's row-wise Adagrad (D. Mudigere et al.,

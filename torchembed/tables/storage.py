@@ -9,8 +9,8 @@ class HostMemory:
     """Keeps a table's rows and their optimizer state in host memory, behind a cache on the device.
 
     Training brings the rows of a batch into the cache before their step, and writes rows that make
-    room for them back. Tables of the same dimension, dtype and optimizer share one cache, whose size
-    is the sum of theirs. A batch that uses more rows raises a ``RuntimeError``.
+    room for them back. Tables of the same dimension, dtype and optimizer share one cache, whose
+    size is the sum of theirs. A batch that uses more rows raises a ``RuntimeError``.
 
     Args:
         cache_rows: size of the cache in rows, for each table and on each rank.
@@ -29,13 +29,13 @@ class HostMemory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Disk:
-    """Keeps a table's rows and their optimizer state on disk, behind host memory and a device cache.
+    """Keeps a table's rows and their optimizer state on disk, behind host memory and a cache.
 
     Host memory holds the rows that were used recently, and the cache on the device those that
     batches use; every row of the cache is in host memory, too. Training brings the rows of a batch
-    up before their step, and writes rows that make room for them back. Tables of the same dimension,
-    dtype, optimizer and storage share the cache and the host memory, whose sizes are the sums of
-    theirs. A batch that uses more rows than either has room for raises a ``RuntimeError``.
+    up before their step, and writes rows that make room for them back. Tables of the same
+    dimension, dtype, optimizer and storage share the cache and the host memory, whose sizes are the
+    sums of theirs. A batch that uses more rows than either has room for raises a ``RuntimeError``.
 
     Needs the package rocksdict (``pip install 'torchembed[disk]'``). Rows that were never trained
     are not on disk: they have the values of the table's initializer. The files belong to one run;
