@@ -20,24 +20,31 @@ from torchembed.core.ragged import Bags, Number, bags_of_features, flat_ids, fla
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseFeatures:
-    """Ids of ``F`` features for ``B`` samples, feature-major.
+    """A batch of the ids of ``F`` features for ``B`` samples, feature after feature.
 
-    Bag ``(f, b)`` holds ``values[offsets[f * B + b]:offsets[f * B + b + 1]]``; or, where every bag
-    of feature f has ``hotness[f]`` ids, no offsets are needed at all.
+    The bag of feature f and sample b is ``values[offsets[f * B + b]:offsets[f * B + b + 1]]``. If
+    every bag of feature f has ``hotness[f]`` ids, the batch has ``hotness`` and no offsets, and
+    trains faster. Tensors are not copied. Offsets start at 0, do not descend and end at ``L`` or
+    before; operations check that only under ``TORCHEMBED_CHECK_OPERATIONS=1``, since it takes
+    reading the tensor.
+
+    Raises:
+        TypeError, ValueError: for fields of a wrong dtype or shape, duplicate keys, or not exactly
+            one of ``offsets`` and ``hotness``.
     """
 
     keys: tuple[str, ...]
     """Feature names, ``F`` of them, all different."""
     values: Tensor
-    """``[L]``, int32 or int64; given as uint32 or uint64, they become int64, the latter by their
-    bits and in the same memory."""
+    """The ids, ``[L]``, int32 or int64. uint32 becomes int64 by value, and uint64 by its bits, in
+    the same memory."""
     batch_size: int
     offsets: Tensor | None = None
-    """``[F * B + 1]``, int32 or int64; None where ``hotness`` is given."""
+    """Where bags begin, ``[F * B + 1]``, int32 or int64; None if ``hotness`` is given."""
     hotness: tuple[int, ...] | None = None
-    """Ids a bag for each feature; None where ``offsets`` is given."""
+    """The number of ids in each bag, for each feature; None if ``offsets`` is given."""
     weights: Tensor | None = None
-    """``[L]``, floating: one for each id."""
+    """A weight for each id, ``[L]``, floating, or None."""
 
     def __post_init__(self) -> None:
         if type(self.keys) is not tuple:

@@ -13,14 +13,14 @@ COPY_FIELDS = 7
 
 
 class Pooling(enum.Enum):
-    """Pooling of a bag's vectors into one. An empty bag gives zeros under both."""
+    """Pooling of a bag's vectors ``[N, D]`` into one ``[D]``. An empty bag gives zeros."""
 
     SUM = "sum"
     MEAN = "mean"
 
 
 class OnBadId(enum.IntEnum):
-    """Treatment of an id outside ``[0, num_rows)``; kernels get the values."""
+    """Treatment of an id outside ``[0, num_rows)``. Kernels receive the numbers."""
 
     RAISE = 0
     """The id is looked up as zeros and an ``IndexError`` names it: on the CPU at once, on a GPU

@@ -51,19 +51,29 @@ class ConfigLike(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig:
-    """One table of an :class:`EmbeddingCollection`. Field names are TorchRec's."""
+    """The config of one table of an :class:`EmbeddingCollection`. Field names are TorchRec's.
+
+    Raises:
+        ValueError, TypeError: for a value that does not fit; names the field and the table.
+    """
 
     name: str
+    """The name of the table, without dots, which ``state_dict`` and plans use."""
     num_embeddings: int
-    """Rows of the table, whose ids are their numbers; of a dynamic table its capacity."""
+    """The number of rows, so that ids are from 0 to ``num_embeddings - 1``; for a dynamic table its
+    capacity."""
     embedding_dim: int
+    """The number ``D`` of columns of a row."""
     feature_names: tuple[str, ...]
+    """The features whose ids are looked up in the table."""
     dtype: torch.dtype = torch.float32
+    """The dtype of rows: float32, float16 or bfloat16. Optimizer states are float32."""
     initializer: Initializer = Uniform()
+    """The initial values of rows; by default uniform in ``1 / sqrt(num_embeddings)`` around 0."""
     dynamic: Dynamic | None = None
     """Makes each 64-bit integer an id; None for a table with a row for each number."""
     storage: Storage | None = None
-    """The home of the rows; None: the device."""
+    """Where the rows are: host memory or disk; None for the device."""
 
     def __post_init__(self) -> None:
         names = names_in(f"feature_names of table {self.name}", self.feature_names)
@@ -124,10 +134,10 @@ class EmbeddingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingBagConfig(EmbeddingConfig):
-    """One table of an :class:`EmbeddingBagCollection`. Field names are TorchRec's."""
+    """The config of one table of an :class:`EmbeddingBagCollection`. Field names are TorchRec's."""
 
     pooling: Pooling = Pooling.SUM
-    """``Pooling.SUM`` or ``Pooling.MEAN``, or ``"sum"`` or ``"mean"``."""
+    """The pooling of a bag's vectors, also given as ``"sum"`` or ``"mean"``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,27 +20,28 @@ from torchembed.tables import Dynamic, Storage
 
 
 class EmbeddingBag(SingleTable):
-    """``torch.nn.EmbeddingBag`` with fused optimizers.
+    """Looks up and pools the rows of one table, as ``torch.nn.EmbeddingBag``, which it can replace.
 
-    Arguments, shapes and the treatment of ``padding_idx`` are torch's; ``max_norm`` and
-    ``scale_grad_by_freq`` are refused with an error. Initial rows are standard normal, as torch's,
-    but functions of (seed, row).
+    Arguments, shapes and the treatment of ``padding_idx`` are torch's, except that ``max_norm`` and
+    ``scale_grad_by_freq`` raise an error. An empty bag gives zeros. Initial rows are standard
+    normal and a function of (seed, row). Under a fused optimizer backward makes no ``weight.grad``
+    of the table's size, but records the gradients of the rows that were looked up.
 
-    Kernels look up and pool float32, float16 and bfloat16 rows under ``"sum"`` and ``"mean"``.
-    PyTorch's own operations are used for ``"max"``, for float64 weights, and inside a transform of
-    ``torch.func``; ``"max"`` needs a vector for each id. Fused optimizers train a maximum too, and
-    update the rows of all ids; they refuse float64 weights.
+    Kernels compute sums and means of float32, float16 and bfloat16 rows. PyTorch's own operations
+    compute ``mode="max"``, which takes memory for a vector of each id, float64 weights, and
+    everything inside a transform of ``torch.func``. Fused optimizers refuse float64 weights.
 
     Args:
-        on_bad_id: ``"raise"``, ``"clamp"`` or ``"zero"``, for ids outside the table.
-        seed: of the initial rows; drawn from torch's default generator where None.
-        dynamic: makes each 64-bit integer an id, and ``num_embeddings`` the capacity. The
-            ``padding_idx`` is then an id.
-        storage: keeps the rows in host memory or on disk, behind a cache on ``device``; None for
-            rows there.
+        on_bad_id: ``"raise"``, ``"clamp"`` or ``"zero"``, for ids outside ``[0, num_embeddings)``.
+        seed: of the initial rows; drawn from torch's default generator if None.
+        dynamic: makes each 64-bit integer an id, and ``num_embeddings`` the capacity.
+            ``padding_idx`` is then an id, not a row number.
+        storage: keeps the rows in host memory or on disk, behind a cache on ``device``; None keeps
+            them on ``device``.
         others: as for ``torch.nn.EmbeddingBag``.
 
     Raises:
+        ValueError, TypeError: for arguments that do not fit, in ``forward`` too.
         IndexError: in ``forward``, for a bad id: at once on the CPU, at a later call on a GPU.
     """
 
@@ -124,7 +125,15 @@ class EmbeddingBag(SingleTable):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Pool ``input``: ``[B, N]``, bags of N ids; or ``[L]`` with ``offsets [B]`` of the bags.
+        """Look up and pool the rows of ``input``.
+
+        Args:
+            input: ids ``[B, N]``, a bag of N ids for each sample; or ``[L]``, with ``offsets``.
+                int32, int64, uint32 or uint64.
+            offsets: ``[B]``, where each bag begins in ``input [L]``; ``[B + 1]`` with
+                ``include_last_offset``. int32 or int64.
+            per_sample_weights: floating, of the shape of ``input``: factors of the rows, for
+                ``mode="sum"`` only.
 
         Returns:
             ``[B, D]``, dtype of ``weight``.
@@ -267,17 +276,18 @@ class EmbeddingBag(SingleTable):
 
 
 class Embedding(SingleTable):
-    """``torch.nn.Embedding`` with fused optimizers.
+    """Looks up a row for each id in one table, as ``torch.nn.Embedding``, which it can replace.
 
-    Arguments and the treatment of ``padding_idx`` are torch's; ``max_norm`` and
-    ``scale_grad_by_freq`` are refused with an error. Initial rows are standard normal, as torch's,
-    but functions of (seed, row).
+    Arguments and the treatment of ``padding_idx`` are torch's, except that ``max_norm`` and
+    ``scale_grad_by_freq`` raise an error. Initial rows are standard normal and a function of
+    (seed, row). Under a fused optimizer backward makes no ``weight.grad`` of the table's size.
 
     Args:
         on_bad_id, seed, dynamic, storage: as for :class:`EmbeddingBag`.
         others: as for ``torch.nn.Embedding``.
 
     Raises:
+        ValueError, TypeError: for arguments that do not fit, in ``forward`` too.
         IndexError: in ``forward``, for a bad id: at once on the CPU, at a later call on a GPU.
     """
 
@@ -345,7 +355,11 @@ class Embedding(SingleTable):
         return self._as_torchs(module)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The rows of ``input [...]``, as ``[..., D]``, dtype of ``weight``."""
+        """Look up the rows of ``input``: ids ``[...]``, int32, int64, uint32 or uint64.
+
+        Returns:
+            ``[..., D]``, dtype of ``weight``.
+        """
         answer = self._answered(CallArguments(input))
         if answer is not None:
             return answer

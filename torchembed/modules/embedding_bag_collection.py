@@ -22,15 +22,16 @@ from torchembed.tables import Admission, Table
 
 
 class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
-    """Looks up and pools the ids of many features, one fused call for each table group.
+    """Looks up and pools the ids of many features in many tables, as TorchRec's of this name.
 
-    Argument-compatible with TorchRec's. Takes :class:`~torchembed.SparseFeatures` or a
-    ``KeyedJaggedTensor``; extra keys are ignored and keys may come in any order. Returns a
-    :class:`~torchembed.KeyedTensor`, or TorchRec's where a ``KeyedJaggedTensor`` came in, with
+    Tables of the same dim, dtype and pooling are one lookup. ``forward`` takes
+    :class:`~torchembed.SparseFeatures`, :class:`~torchembed.MixedFeatures` or a
+    ``KeyedJaggedTensor``. It ignores keys that no table uses; keys may come in any order. It
+    returns a :class:`~torchembed.KeyedTensor`, or TorchRec's for a ``KeyedJaggedTensor``, with
     ``values [B, sum of dims]`` in the order of the tables and of each table's features. A feature
     that several tables use has the key ``feature@table``. Empty bags give zeros.
 
-    Initial rows are functions of (seed, table name, row).
+    Initial rows are a function of (seed, table name, row).
 
     ``reserved_columns``, an attribute to be set before sharding, allocates columns before the
     vectors of each result for the tensors that :func:`~torchembed.ops.side_by_side.side_by_side`,
@@ -38,17 +39,17 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
     vectors. ``values()`` is then a view that is not contiguous.
 
     Args:
-        tables: :class:`~torchembed.EmbeddingBagConfig` or TorchRec's, names all different.
-        is_weighted: multiply each id's vector by the batch's weights, which are ignored otherwise.
-        device: where to make the tables; ``"meta"`` makes none.
+        tables: :class:`~torchembed.EmbeddingBagConfig` or TorchRec's, with different names.
+        is_weighted: multiplies each id's vector by its weight in the batch; False ignores weights.
+        device: where to make the tables. ``"meta"`` makes none, for ``shard_embeddings`` to do.
         on_bad_id: ``"raise"``, ``"clamp"`` or ``"zero"``, for ids outside their table.
         seed: of the initial rows.
-        output_dtype: of the pooled vectors. Where None they are float32, whatever the tables'
-            dtype, until the module is cast, as by ``.half()``, which then casts them too.
-        sparse: without a fused optimizer, ``weight.grad`` is sparse instead of dense.
+        output_dtype: of the pooled vectors. None means float32, whatever the tables' dtype, until
+            the module is cast, as by ``.half()``, which casts the vectors too.
+        sparse: without a fused optimizer, makes ``weight.grad`` sparse instead of dense.
 
     Raises:
-        ValueError, TypeError: for configs or batches that do not fit.
+        ValueError, TypeError: for configs or batches that do not fit, in ``forward`` too.
         IndexError: in ``forward``, for a bad id: at once on the CPU, at a later call on a GPU.
     """
 
@@ -95,7 +96,7 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
         return self._configs
 
     def is_weighted(self) -> bool:
-        """True where ids have weights."""
+        """True if the weights of ids are used."""
         return self._is_weighted
 
     def lookup(self, features: Features | MixedFeatures) -> Lookup[KeyedTensor]:

@@ -27,21 +27,22 @@ from torchembed.tables import Admission, Table
 
 
 class EmbeddingCollection(Collection["SizedFeatures", "SizedRows", "SequenceVectors"]):
-    """Looks up a vector for each id, without pooling, one fused call for each table group.
+    """Looks up a vector for each id, without pooling, in many tables, as TorchRec's of this name.
 
-    Argument-compatible with TorchRec's. Takes :class:`~torchembed.SparseFeatures` or a
-    ``KeyedJaggedTensor``; returns a dict from feature (``feature@table`` where several tables use
+    Tables of the same dim and dtype are one lookup. ``forward`` takes
+    :class:`~torchembed.SparseFeatures`, :class:`~torchembed.MixedFeatures` or a
+    ``KeyedJaggedTensor``. It returns a dict from feature (``feature@table`` if several tables use
     it) to a :class:`~torchembed.JaggedTensor` with values ``[ids of the feature, D]``, or
-    TorchRec's ``JaggedTensor`` where a ``KeyedJaggedTensor`` came in. On a GPU, jagged batches make
-    the host wait for the features' sizes; batches with fixed hotness do not.
+    TorchRec's ``JaggedTensor`` for a ``KeyedJaggedTensor``. On a GPU, jagged batches make the host
+    wait for the features' sizes; batches of fixed hotness do not.
 
     Args:
-        tables: :class:`~torchembed.EmbeddingConfig` or TorchRec's, names all different.
+        tables: :class:`~torchembed.EmbeddingConfig` or TorchRec's, with different names.
         device, on_bad_id, seed, output_dtype, sparse: as for
             :class:`~torchembed.EmbeddingBagCollection`.
 
     Raises:
-        ValueError, TypeError: for configs or batches that do not fit.
+        ValueError, TypeError: for configs or batches that do not fit, in ``forward`` too.
         IndexError: in ``forward``, for a bad id: at once on the CPU, at a later call on a GPU.
     """
 

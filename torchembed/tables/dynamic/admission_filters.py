@@ -82,8 +82,8 @@ class CountMinSketch:
 
 
 class Chance(enum.Enum):
-    """Probability with which an id that has no row gets one, from its ``n`` occurrences in the
-    batch, for ``t`` the threshold."""
+    """The probability that an id without a row is given one, for its ``n`` occurrences in a batch
+    and the threshold ``t``."""
 
     PROPORTIONAL = "proportional"
     """``min(1, n / t)``, so that more ids get rows where their occurrences come in one batch."""
@@ -94,7 +94,7 @@ class Chance(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probability:
-    """Admits ids at random, the frequent ones sooner; keeps no counts.
+    """Admits ids to a dynamic table at random, frequent ones sooner, without counts.
 
     Draws are a function of the seed, the table, the id and the step, the same on any number of
     ranks.

@@ -17,15 +17,15 @@ _ID_KEY = name_key(0, "hashed rows", "id")
 
 @dataclasses.dataclass(frozen=True)
 class HashedRows:
-    """Lets ids of a dynamic table that have no row of their own share rows beside the table's.
+    """Lets ids of a dynamic table that have no row of their own share additional rows.
 
-    A hash of the id chooses among them, so that each id reads the same one at any time, and several
-    may read one. They are trained as all rows are, are never evicted, and are what evaluation reads
-    for ids that training has not met.
+    A hash of the id chooses the shared row, so that an id always reads the same one, and several
+    ids may read one. Shared rows are trained as all others are, and never evicted. In evaluation
+    ids that training has not met read them.
     """
 
     num_rows: int
-    """Rows beside the table's capacity; where ranks divide the table, on each of them."""
+    """The number of shared rows, beside the capacity; if ranks divide the table, on each rank."""
 
     def __post_init__(self) -> None:
         if isinstance(self.num_rows, bool) or not isinstance(self.num_rows, int):

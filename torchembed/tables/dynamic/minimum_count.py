@@ -30,21 +30,21 @@ _COUNT_MASK = 2**32 - 1
 
 @dataclasses.dataclass(frozen=True)
 class MinimumCount:
-    """Admits an id when it has occurred ``threshold`` times, by a count for each id.
+    """Admits an id to a dynamic table when it has occurred ``threshold`` times, by an exact count.
 
-    An id that gets a row gives its count up: once evicted, it is counted from 0 again. Where there
-    are more than ``capacity`` ids without a row, those that did not come for longest are forgotten
-    and counted anew. Nothing else makes a count too small, and none is ever too large. Ids of one
-    batch do not make room for one another, so ``capacity`` must exceed the new ids of a batch.
+    An id that gets a row gives up its count, and is counted from 0 again once it was evicted. If
+    more than ``capacity`` ids have no row, the counts of those that have not come for longest are
+    forgotten. So a count may be too small, and is never too large. Ids of one batch do not make
+    room for one another, so ``capacity`` must exceed the number of new ids in a batch.
 
-    A count takes 25 bytes.
+    A count takes 25 bytes on the device.
     """
 
     threshold: int
-    """Occurrences in training batches, duplicates in a batch and the last one counted."""
+    """Occurrences in training batches until an id gets a row; each in a batch counts."""
     capacity: int | None = dataclasses.field(default=None, kw_only=True)
-    """Ids of each table whose counts are kept, at least; None: as many as the table has rows,
-    fully grown."""
+    """The least number of ids in each table whose counts are kept; None for the table's
+    capacity."""
 
     def __post_init__(self) -> None:
         check_count("threshold", self.threshold, INT32_MAX)

@@ -35,30 +35,32 @@ def check_at_most(name: str, value: int, most: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LRU:
-    """Evicts the row that no training batch has used for longest."""
+    """Evicts the row that training batches have not used for the longest time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LFU:
     """Evicts the row whose id has occurred least often in training batches since it was inserted.
 
-    A new id must have occurred as often as that one: in its batch, or, where an admission policy
-    counts ids without a row, since it was first counted. Occurrences in one batch count one by one.
-    Among rows of equal counts the one that was unused for longest goes.
+    Each occurrence counts, also several in one batch. Among rows of equal counts the one that was
+    unused for longest goes. A new id gets a row only if it has occurred at least as often as the
+    least frequent id in its place: in its batch or, if an admission policy counts ids without a
+    row, since it was first counted.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecayingLFU:
-    """Evicts as :class:`LFU` does, by counts that lose weight with time.
+    """Evicts as :class:`LFU` does, by counts that decay.
 
-    Each count is multiplied by ``rate`` and rounded down once in ``steps_per_decay`` training
-    steps; different blocks of 4096 rows at different ones of them.
+    Once in ``steps_per_decay`` training steps each count is multiplied by ``rate`` and rounded
+    down. Blocks of up to 4096 rows take turns, so that each step decays some of them.
     """
 
     rate: float
-    """At least 0 and less than 1."""
+    """The factor, at least 0 and less than 1."""
     steps_per_decay: int
+    """The number of training steps between two decays of a count, at least 1."""
 
     def __post_init__(self) -> None:
         if isinstance(self.rate, bool) or not isinstance(self.rate, int | float):
@@ -70,13 +72,14 @@ class DecayingLFU:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochLFU:
-    """Evicts rows of older epochs first, and in an epoch those whose ids have occurred least often.
+    """Evicts rows of older epochs first, and within an epoch the least frequent ids.
 
-    Training batches are divided into epochs of ``steps_per_epoch``. A row belongs to the epoch of
-    its last use, and counts the occurrences of its id since it was inserted, up to 2**32 - 1.
+    Every ``steps_per_epoch`` training batches are an epoch. A row belongs to the epoch of its last
+    use, and counts the occurrences of its id since it was inserted, up to 2**32 - 1.
     """
 
     steps_per_epoch: int
+    """The number of training batches in an epoch, at least 1."""
 
     def __post_init__(self) -> None:
         check_at_least("steps_per_epoch", self.steps_per_epoch, 1)
@@ -84,12 +87,12 @@ class EpochLFU:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallerScores:
-    """Evicts the row of the least score, of scores that the caller gives.
+    """Evicts the row with the least of the scores that the caller gives to ids.
 
     ``set_score`` of a module gives a score to all ids that training batches use from then on;
-    without it, ids keep their scores. ``assign_scores`` gives scores to ids by name. Among rows of
-    equal scores the one that was unused for longest goes. A new id whose score is less than those
-    of all rows of its buckets gets none.
+    without it ids keep their scores. ``assign_scores`` gives scores to the ids that it names. Among
+    rows of equal scores the one that was unused for longest goes. A new id gets no row if its score
+    is less than those of all rows in its place.
     """
 
     initial_score: int = 0
@@ -146,38 +149,36 @@ def policy_named(numbers: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dynamic:
-    """Makes a table dynamic: each 64-bit integer is an id, and ids get rows as training meets them.
+    """Makes a table dynamic: any 64-bit integer is an id, and gets a row when training meets it.
 
     ``num_embeddings`` of the table is its capacity. A row's initial values are a function of the
-    seed, the table and the id. Where a new id finds no free row, ``eviction`` chooses the one whose
-    id goes; rows of the batch before, and of those that are not trained yet, never do. An id that
-    gets no row, and in evaluation one that has none, is looked up as ``missing`` says. Evaluation
-    (a module in evaluation mode, ``torch.no_grad()``, or a frozen weight) inserts nothing and
-    counts no use.
+    seed, the table and the id. If a new id finds no free row, ``eviction`` chooses the id that
+    loses its row; rows that a batch under way or the batch before it uses are never taken. An id
+    without a row is looked up as ``missing`` says. Evaluation (a module in evaluation mode,
+    ``torch.no_grad()``, or a frozen weight) inserts nothing and counts no use.
 
     Args:
-        initial_capacity: rows that the table has at first, at least (no fewer than a block of up to
-            4096); it doubles them between steps up to its capacity, as ids need them. None, or as
-            many as the capacity or more: all of them from the start.
+        initial_capacity: the least number of rows at first; at least one block of up to 4096. The
+            table doubles its rows between steps, up to its capacity, as ids need them. None makes
+            all rows at the start.
         eviction: chooses the rows that make room: :class:`LRU`, :class:`LFU`,
             :class:`DecayingLFU`, :class:`EpochLFU` or :class:`CallerScores`.
         admission: chooses the new ids that get rows: :class:`MinimumCount`,
-            :class:`CountMinSketch` or :class:`Probability`; None: all of them. It counts
-            occurrences of ids that have no row in batches that are trained.
-        ttl_steps: an id goes when as many training steps in a row have not used it; None: age alone
-            evicts none. At least 2, since rows of the step before are in use.
-        ttl_seconds: an id goes when training has not used it for so long by ``clock``. Rows that a
-            checkpoint brings live from the load on.
-        clock: the time in seconds, which must not run backwards. The host asks it between steps.
-        max_rows: while the table holds more ids, those of the least scores go, by ``eviction``,
-            rows in use never; no more than its capacity. None: the capacity alone bounds it.
-        max_bytes: the same in bytes of rows, of their optimizer state once there is an optimizer,
-            and of what is kept to find ids; of the two the one that allows fewer rows counts.
-        evict_to: the part of the bound to which evicting brings a table, or what it visits of it,
-            down; more than 0, 1 at most.
-        sweep_steps: ids that are too old, or too many, go within as many steps more: each step
-            looks at one part in ``sweep_steps`` of the rows, and at one block of up to 4096 at
-            least, so that tables of fewer blocks take as many steps as they have.
+            :class:`CountMinSketch` or :class:`Probability`. None admits all.
+        ttl_steps: evicts ids that this number of training steps in a row has not used; at least 2,
+            since rows of the step before are in use. None evicts none by age.
+        ttl_seconds: evicts ids that training has not used for so long by ``clock``. The time of
+            rows from a checkpoint begins with the load.
+        clock: gives the time in seconds, which must not run backwards. The host calls it between
+            steps.
+        max_rows: a bound, at most the capacity. While the table holds more ids, those with the
+            least scores by ``eviction`` are evicted, except rows in use.
+        max_bytes: the same bound in bytes of rows, of their optimizer state once there is a fused
+            optimizer, and of what finds ids. Of two bounds the one that allows fewer rows counts.
+        evict_to: the share of the bound down to which ids are evicted; more than 0, at most 1.
+        sweep_steps: the most steps that one pass over the table takes to evict ids that are too old
+            or too many. Each step visits one part in ``sweep_steps`` of the rows, and at least one
+            block of up to 4096.
         deletion_log: ids that left the table which are remembered for deltas, of 32 bytes each on
             the device; tables that are looked up together share the memory. 0: none, and
             ``delta`` is refused.

@@ -43,18 +43,19 @@ class DeltaMark:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableDelta:
-    """Changes of one table: each id is at most in one of ``ids`` and ``deleted_ids``, and once.
+    """The changes of one dynamic table since a mark.
 
-    All tensors are on the CPU, and no later step changes them.
+    An id occurs at most once, either in ``ids`` or in ``deleted_ids``. All tensors are on the CPU,
+    and no later step changes them.
     """
 
     ids: Tensor
-    """int64 ``[n]``: that were inserted, used or trained, in the order of their rows."""
+    """The ids that were inserted, used or trained, int64 ``[n]``, in the order of their rows."""
     rows: Tensor
-    """``[n, D]``: their rows, of the table's dtype."""
+    """Their rows, ``[n, D]``, of the table's dtype."""
     deleted_ids: Tensor
-    """int64 ``[m]``: that left the table and did not come back; some may have come after the mark,
-    so that whoever applies the delta never had them."""
+    """The ids that left the table and did not come back, int64 ``[m]``. Some may have come only
+    after the mark, so that a copy of the table never had them."""
     deleted_epochs: Tensor
     """int64 ``[m]``: the batch, as the table counts them, whose admission saw each of them go."""
     deletion_reasons: Tensor
@@ -73,7 +74,7 @@ class TableDelta:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta:
-    """Changes of the dynamic tables of a module, up to one moment between two steps."""
+    """The changes of all dynamic tables of a module, up to one moment between two steps."""
 
     tables: Mapping[str, TableDelta]
     """Changes by the tables' names."""
