@@ -20,16 +20,15 @@ def split_parameters(model: nn.Module) -> ModelParameters:
     """Divide the parameters of ``model`` into those of embedding tables and the rest.
 
     In a loop of your own, ``embeddings`` go to one of torchembed's optimizers and ``rest`` to any
-    optimizer. Call it once parameters are what they will be: after ``shard_embeddings``, which
-    makes those of tables anew, and after ``fully_shard``, which makes the others anew.
-    Frozen parameters are among them.
+    optimizer. Call it after ``shard_embeddings``, which replaces the parameters of tables, and
+    after ``fully_shard``, which replaces the others. Frozen parameters are included.
 
     Args:
         model: any module, sharded or not, also within ``DistributedDataParallel`` or after
             ``fully_shard``.
 
     Raises:
-        TypeError: where ``model`` is no module.
+        TypeError: if ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

@@ -53,106 +53,100 @@ _OF_ANOTHER_RANK = Reason("another rank's model changes again and again, as its 
 
 
 class TrainPipeline:
-    """Trains a model batch by batch; on a GPU each step is one CUDA graph, collectives inside.
+    """Trains a model batch by batch; on a GPU each step is one CUDA graph, collectives included.
 
-    The graph holds the lookup, the dense part and its gradients as the model's own code makes
-    them, the updates of rows and of dense weights, and, on streams of its own, the part of the next
-    batch that its ids alone decide: their exchange, check, sorting and runs. The host launches the
-    graph and begins the copy of the batch after that; it never waits for the step under way. The
-    first steps run without a graph: they train as well, and compile what there is to compile.
+    The graph holds the lookup, the dense part as the model's own code computes it, and the updates
+    of rows and of dense weights. On further streams it also holds what can be done ahead for the
+    ids of the next batch: their exchange, check and sorting. The host launches the graph and begins
+    to copy the batch after that; it never waits for the step under way. The first steps train
+    without a graph, and compile kernels.
 
-    A captured step must not wait for the GPU nor depend on values on the host. Four engines train
-    what that leaves:
+    A captured step must not wait for the GPU, nor depend on values on the host. There are four
+    engines:
 
-    - static: batches of fixed hotness, in a graph for each layout (shapes, dtypes, numbers and
-      strings) that recurs: the first one's, and each that comes twice, up to ``max_layouts``;
+    - static: batches of fixed hotness, with a graph for each layout (shapes, dtypes, numbers and
+      strings) that recurs: that of the first batch, and each that comes twice, up to
+      ``max_layouts``;
     - padded: batches whose lengths vary (jagged ``SparseFeatures``, a ``KeyedJaggedTensor``), in a
-      graph with a capacity for a quarter more ids than the first batch has. A thread finds out
-      ahead whether a batch fits, and a step with a larger capacity is captured for one that does
-      not. Of a feature with a vector for each id the values are zeros behind its last bag, and a
-      model that computes something else then is found out before it trains;
-    - jagged: such batches of a model that is found out, or computes with ids, without a graph. The
-      thread finds out sizes, and the main thread waits for no GPU;
-    - eager: other batches (a smaller last one), on all ranks where it is so on one.
+      graph with room for a quarter more ids than the first batch has. A thread finds out ahead
+      whether a batch fits; for one that does not, a step with more room is captured. In a padded
+      step a feature with a vector for each id has zeros after its last bag; a model whose result
+      depends on them is found by a comparison before it trains;
+    - jagged: batches whose lengths vary, of other models, without a graph. The thread finds out
+      sizes, and the main thread never waits for a GPU;
+    - eager: all other batches, such as a smaller last one. All ranks take the same engine.
 
-    Where capture fails, a warning says why, and such steps are eager from then on. Use the pipeline
+    If a capture fails, a warning says why, and such steps are eager from then on. Use the pipeline
     in a ``with``, or :meth:`close` it, before the process group is destroyed.
 
-    Optimizers: torchembed's and those of torch whose groups have ``capturable=True`` and a tensor
-    ``lr`` on the GPU are captured, others step right after the graph. Parameters may be frozen,
-    moved or loaded between steps, and modules set to training or evaluation: steps are captured
-    anew. Where that concerns what some ranks only hold, their tables, call :meth:`take_up_changes`
-    on every rank then.
+    Optimizers of torchembed are captured, and so are those of torch whose groups have
+    ``capturable=True`` and a tensor ``lr`` on the GPU; others step right after the graph.
 
-    Values of Python: a graph holds hyperparameters but ``lr``, parameters of optimizers, buffers
-    and attributes of modules as they were when it was captured. Where one is replaced between
-    steps, steps are captured anew; where one changes again and again, as what forward rebinds or
-    counts does, steps are eager from then on, and a warning names it. Attributes that forward does
-    not read may change; of those that it sets, each step leaves copies. Of several ranks, all have
-    to change before the same step; a change of one alone begins with the next batch that is read,
-    and a warning names it. Of what no module or optimizer holds, what the code of ``forward`` and
-    of the loss function reads by name is looked at, such as global variables and namespaces of
-    settings.
+    Changes between steps: parameters may be frozen, moved or loaded, modules set to training or
+    evaluation, and hyperparameters, buffers and attributes replaced: steps are captured anew. If
+    one changes again and again, or in forward itself, steps are eager from then on, and a warning
+    names it. The learning rate may change at every step, and so may attributes that forward does
+    not read; attributes that it sets are copies after each step. Values that no module holds, such
+    as global variables, are watched if the code of ``forward`` or of the loss function names them.
+    All ranks must make a change before the same step; if one alone does, the change begins with the
+    next batch that is read, and a warning names it, unless every rank calls
+    :meth:`take_up_changes`.
 
-    Random numbers of the host (Python's, NumPy's, torch's of the CPU, and generators that modules
-    hold) make steps eager where forward draws them, and a warning names the generator; numbers of
-    the GPU's generator are drawn in graphs as well.
+    Random numbers of the host (Python's, NumPy's, torch's CPU generator, generators of modules)
+    make steps eager if forward draws them, and a warning names the generator. The GPU's generator
+    works in graphs.
 
-    Hooks: no graph can call Python, so steps are eager while a hook is registered on a module, a
-    parameter or an optimizer, or globally, and a warning names it; torch's own, as of pruning,
-    are captured. The same holds while a ``forward`` that was assigned to a module, or put in the
-    place of a class's, or an optimizer's ``step`` or ``zero_grad`` that others have written is
-    there; an optimizer that steps after each replay may have a ``step`` of its own. Hooks of one
-    of several ranks alone are called from the next batch on that is read, unless every rank calls
-    :meth:`take_up_changes` after they were registered.
+    Hooks make steps eager while they are registered on a module, a parameter or an optimizer, or
+    globally, since no graph can call Python, and a warning names one; torch's own, such as those of
+    pruning, are captured. The same holds for a ``forward`` that replaces a module's or a class's,
+    and for an optimizer's ``step`` or ``zero_grad`` that was replaced; an optimizer that steps
+    after the graph may have a ``step`` of its own.
 
-    A bad id of a rank's batch makes the step of all ranks a step that changes nothing (but buffers,
-    as batch norm's), and a later call raises; on the CPU, where nothing is hidden, it raises at
-    once.
+    A bad id in one rank's batch makes the step of all ranks change nothing (except buffers, such as
+    those of batch norm), and a later call raises; on a CPU the call itself raises.
 
     Args:
         model: sharded or not. Called as ``model(dense, sparse)`` for batches ``(dense, sparse,
             labels)``, and as ``model(inputs)`` for ``(inputs, labels)``.
-        loss_fn: ``(output, labels)`` to their mean loss, or ``(output, labels, weights)`` for
-            batches ``(dense, sparse, labels, weights)``; an output ``[B, 1]`` is given to it as
-            ``[B]`` where labels are that, unless it takes the column itself. With
-            :class:`~torchembed.training.BatchLoss` of ``(output, batch)`` the model is called as
-            ``model(batch)``. None for a model that is called as ``model(batch)`` and gives its
-            loss, alone, as the first of a tuple or list, or named ``loss``.
-        optimizers: one or several, of all parameters that require a gradient, and of no others;
-            captured steps update in an order of their own.
+        loss_fn: maps ``(output, labels)`` to their mean loss ``[]``, or ``(output, labels,
+            weights)`` for batches ``(dense, sparse, labels, weights)``. An output ``[B, 1]`` is
+            given as ``[B]`` if the labels are ``[B]``, unless the function takes the column itself.
+            With :class:`~torchembed.training.BatchLoss` of ``(output, batch)`` the model is called
+            as ``model(batch)``. None is for a model that is called as ``model(batch)`` and returns
+            its loss: alone, as the first of a tuple or list, or by the name ``loss``.
+        optimizers: one, or several, that together hold every parameter that requires a gradient,
+            and no others. Captured steps may update them in another order.
         device: where batches go; the model's by default.
         autocast: the dtype of ``torch.autocast`` around forward and loss.
-        max_grad_norm: bound of the 2-norm of all gradients together, after their mean over ranks:
-            of dense parameters and of all ranks' rows of tables, each row's summed gradient once.
-            Where it is larger, all are scaled before any update, as
-            ``torch.nn.utils.clip_grad_norm_`` does; in captured steps too. The updates then begin
-            after backward. None for no clipping.
-        capture: True for steps that are captured as graphs where they can be; on a CPU, which has
-            no graphs, the same steps run uncaptured. False for eager steps only. None for True on a
-            GPU and False on a CPU, where preparing ahead gains nothing.
+        max_grad_norm: a bound of the joint 2-norm of all gradients, after their mean over ranks: of
+            dense parameters and of all ranks' rows, each row's summed gradient once. If the norm is
+            larger, all are scaled before any update, as ``torch.nn.utils.clip_grad_norm_`` does, in
+            captured steps too. Updates then begin only after backward. None does not clip.
+        capture: True captures steps as graphs if possible; on a CPU, which has no graphs, the same
+            steps run uncaptured. False runs eager steps only. None means True on a GPU and False on
+            a CPU, where preparing ahead gains nothing.
         timeout_seconds: how long the host waits for a step of the GPU, and GPUs that push wait for
-            each other, before they give the other ranks up; NCCL does not watch what is in a graph.
-        self_check_every: after its first replay and then every so many, a captured step is compared
-            with the model, called on the same batch and weights. Where outputs, loss or dense
-            gradients differ by more than rounding explains, a warning names the first module whose
-            output does, and steps run eagerly from then on. None for no comparison.
-        max_layouts: the most layouts of batches for which steps are captured at a time, such as
-            histories padded to each batch's longest have; their graphs share one memory pool.
-            Batches of others are trained eagerly. Where many of them come in succession, steps are
-            captured anew, beginning with a layout of these.
+            each other, before they give up; NCCL does not watch collectives in a graph.
+        self_check_every: a captured step is compared with the model, on the same batch and weights,
+            after its first replay and then every so many. If outputs, loss or dense gradients
+            differ by more than rounding explains, a warning names the first module whose output
+            does, and steps run eagerly from then on. None compares nothing.
+        max_layouts: the most layouts of batches that have captured steps at a time; their graphs
+            share one memory pool. Batches of further layouts are trained eagerly; if many of them
+            come in succession, steps are captured anew, beginning with a layout of these.
         pad: for parts of a batch whose last dimension varies, such as histories ``[B, T]`` padded
-            to each batch's longest, the value of columns that the model ignores:
-            ``{"items": 0}``, or ``{"inputs.items": Padding(value=0, length=200)}``. Captured steps
-            take them padded to the length, or to the longest so far, so that one graph serves all;
-            eager ones as they are. Before the first such step and then every ``self_check_every``
-            steps the model is called on a batch padded and as it is; where loss or gradients
-            differ, a warning says so, and nothing is padded or captured from then on.
+            to each batch's longest, the value of columns that the model ignores: ``{"items": 0}``,
+            or ``{"inputs.items": Padding(value=0, length=200)}``. Captured steps get them padded to
+            the length, or to the longest so far, so that one graph serves all; eager steps get them
+            unpadded. Before the first padded step, and every ``self_check_every`` steps, the model
+            is called on a batch with and without padding; if loss or gradients differ, a warning
+            says so, and nothing is padded or captured from then on.
 
     Raises:
-        ValueError: where a parameter that requires a gradient has no optimizer, or an optimizer one
-            that is not the model's; for a negative ``max_grad_norm``, or no ``max_layouts``.
-        TypeError: where ``pad`` is no mapping from paths to values.
+        ValueError: if a parameter that requires a gradient has no optimizer, or an optimizer has
+            one that is not the model's; for a negative ``max_grad_norm``, or ``max_layouts`` below
+            1.
+        TypeError: if ``pad`` is not a mapping from paths to values.
     """
 
     def __init__(
@@ -223,7 +217,7 @@ class TrainPipeline:
             ranks.check_cpu_backend()
 
     def progress(self, batches: Iterable[Any]) -> StepResult:
-        """Take a step on the next batch, and begin to copy one to come.
+        """Train on the next batch; on a GPU also begin to copy a later one.
 
         Args:
             batches: an iterator of ``(inputs, labels)``, or of what
@@ -355,10 +349,10 @@ class TrainPipeline:
         return convert_batch(item, self.loss_fn)
 
     def close(self) -> None:
-        """Wait for the steps so far, and destroy the graphs; leaving a ``with`` does it too.
+        """Wait for the steps so far, and destroy the graphs; leaving a ``with`` does so too.
 
-        ``torch.distributed.destroy_process_group`` waits for ever for graphs that hold collectives,
-        so close the pipeline, or let it go, before. Further steps would be captured anew.
+        Close the pipeline before ``torch.distributed.destroy_process_group``, which would wait
+        forever for graphs that hold collectives. Further steps would be captured anew.
 
         Raises:
             IndexError, TimeoutError: as :meth:`progress`.

@@ -75,25 +75,25 @@ def evaluate(
     predictions: Predictions | None = None,
     stop: StopSignal | None = None,
 ) -> Evaluation | TaskEvaluations | None:
-    """Compute the quality of ``model`` over the batches of all ranks; every rank gets it.
+    """Compute the quality of ``model`` over the batches of all ranks; collective.
 
-    That is AUC and log loss of a model that gives logits of clicks; with ``tasks`` those of each
-    binary task, and mean squared error and R² of each other one. Modules are in evaluation mode
-    meanwhile, and each is then set back to its own mode. Outputs and labels of all rows are kept on
-    the device, then on the CPU of rank 0.
+    For a model of clicks, whose outputs are logits, that is AUC and log loss. With ``tasks`` it is
+    AUC and log loss of each binary task, and mean squared error and R² of each regression. All
+    ranks get the same result. Modules are in evaluation mode during the call, and are then set back
+    to their own modes. Outputs and labels of all rows are kept on the device, then on the CPU of
+    rank 0. Needs torchmetrics (``pip install 'torchembed[recipes]'``).
 
     Args:
-        model: gives one logit for each sample, or with ``tasks`` a mapping with an output for each
-            task; called as ``model(dense, sparse)`` or, for batches ``(inputs, labels)``, as
-            ``model(inputs)``. With ``predictions`` it is called as ``model(batch)`` and may give
-            anything.
-        batches: as for :func:`in_step`; or ``(inputs, labels)`` and, with ``predictions``, batches
-            of any form that :class:`TrainPipeline` takes, of which every rank has equally many.
-            torchmetrics must be installed.
-        tasks: of a model of several; labels are then a mapping, as for
+        model: returns a logit for each sample, ``[B]`` or ``[B, 1]``, or with ``tasks`` a mapping
+            with one for each task. It is called as ``model(dense, sparse)`` or, for batches
+            ``(inputs, labels)``, as ``model(inputs)``. With ``predictions`` it is called as
+            ``model(batch)`` and may return anything.
+        batches: as for :func:`in_step`, or ``(inputs, labels)``. With ``predictions`` they have any
+            form that :class:`TrainPipeline` takes, and are equally many on all ranks.
+        tasks: the tasks of a model of several; labels are then a mapping, as for
             :class:`~torchembed.training.MultiTaskLoss`, and those of binary tasks are 0 or 1.
-        predictions: ``(output, batch)`` to logits and labels, for models that are trained with
-            ``BatchLoss`` or give their loss: ``lambda output, batch: (output["logits"],
+        predictions: maps ``(output, batch)`` to logits and labels, for models that are trained with
+            ``BatchLoss`` or return their loss: ``lambda output, batch: (output["logits"],
             batch["label"])``. The batch is as the model left it. With ``tasks`` both are mappings.
         stop: once a rank is asked to stop, all ranks end after their current batch, and the result
             is None.

@@ -29,15 +29,15 @@ def train(
     metrics: MetricsWriter | None = None,
     stop: StopSignal | None = None,
 ) -> History:
-    """Train on every batch of all ranks, in training mode.
+    """Train a pipeline's model on every batch of all ranks; collective.
 
-    Ranks take their steps in lockstep. A rank with fewer batches continues with empty ones until
-    the last rank is done. Each rank's loss is the mean over its own samples, and gradients are the
-    mean over ranks, as in DDP; averaging is the model's task (``shard_embeddings`` sees to it). So
-    a rank with fewer samples weighs as much as the others, and an empty one adds zero.
+    All ranks take the same number of steps: a rank with fewer batches continues with empty ones
+    until the last rank is done. Each rank's loss is the mean over its own samples, and gradients
+    are the mean over ranks, as in DDP, if the model averages them, as ``shard_embeddings`` has it
+    do. So a rank with fewer samples weighs as much as the others, and an empty one adds zero.
 
-    A model in evaluation mode is set to training mode. In a model in training mode, modules that
-    were set to evaluation, such as a frozen batch norm, stay in it.
+    A model in evaluation mode is set to training mode. If the model is in training mode, modules in
+    evaluation mode, such as a frozen batch norm, stay so.
 
     Args:
         pipeline: takes the steps. It has trained every batch it read when this
@@ -49,18 +49,20 @@ def train(
         max_steps: most steps to take, the same on every rank; None for no limit.
         history: the history to continue; a new one by default.
         progress: advanced at each step.
-        metrics: is given, whenever the loss is read, the loss, the learning rate of the first
-            optimizer's step, the samples a second since the previous reading, and the statistics
-            of dynamic tables as of the step, as ``item/size`` for table ``item``, of the whole
-            table where ranks share it, and of caches of tables in host memory, as
-            ``users.cache/hit_rate`` for module ``users`` of the model, summed over its caches and
-            the ranks. Ranks other than the first may pass None.
+        metrics: a writer that gets, whenever the loss is read, the loss, the learning rate of the
+            first optimizer, the samples a second since the previous reading, the statistics of
+            dynamic tables, as ``item/size`` for the whole table ``item``, and those of caches of
+            tables in host memory, as ``users.cache/hit_rate`` for the model's module ``users``,
+            added up over its caches and all ranks. Ranks other than the first may pass None.
         stop: once a rank is asked to stop, all ranks end after the steps whose batches they have
-            read by then. If that is before ``max_steps``, the loss is not read, so that continuing,
-            from a checkpoint too, gives the same points as a run without a stop.
+            read. If that is before ``max_steps``, the loss is not read, so that a run that
+            continues, also from a checkpoint, has the same points as one without a stop.
+
+    Returns:
+        ``history``, or the new one.
 
     Raises:
-        FloatingPointError: where the loss is not finite, when it is next read.
+        FloatingPointError: if the loss is not finite, when it is next read.
         IndexError, TimeoutError: as the pipeline does.
         ValueError, RuntimeError: as for :func:`in_step`.
     """

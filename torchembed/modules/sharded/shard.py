@@ -79,37 +79,39 @@ def shard_embeddings(
 
     Changes ``model`` in place: each :class:`EmbeddingBagCollection`, :class:`EmbeddingCollection`,
     :class:`EmbeddingBag` and :class:`Embedding` becomes its sharded counterpart, which returns the
-    same results for this rank's samples. One on the meta device is allocated here, this rank's
-    shards only, with the initial values of an unsharded one; from a real one this rank's rows are
-    copied. Modules of one table take the first rank's seed and rows. They stay as they are where
-    they are planned ``data_parallel``, share their weight with another module, are of a derived
-    class, or hold float64 rows.
-    All other parameters are copied from the mesh's first rank, and from then on every backward
-    leaves in them the mean of the ranks' gradients, as DDP does: the sum over ranks divided by
-    their number. A rank without samples contributes zeros. Every rank runs forward and backward
+    same results for this rank's samples. For a module on the meta device each rank allocates its
+    own shards only, with the initial rows of an unsharded module; from other modules each rank
+    copies its rows. Modules of one table take the first rank's seed and rows. They stay whole on
+    every rank if they are planned ``data_parallel``, share their weight with another module, are of
+    a derived class, or hold float64 rows.
+
+    All other parameters are copied from the mesh's first rank. From then on every backward leaves
+    in them the mean of the ranks' gradients, as DDP does: the sum over ranks divided by their
+    number. A rank without samples contributes zeros. Every rank must run forward and backward
     equally often; batches may differ in size and be empty.
 
-    Make the optimizers afterwards: parameters of tables are new, and an optimizer that has the old
-    ones is refused. Collective: every rank of the mesh
-    calls it, with the same model, plan, wire and transport; where they differ, all ranks raise and
-    name the difference, before anything is changed. The first rank logs the memory budget of the
-    rank with the least memory to spare, at the level ``INFO``, before it is allocated.
+    Make the optimizers afterwards: parameters of tables are new, and an optimizer with the old ones
+    is refused. Collective: every rank of the mesh calls it with the same model, plan, wire and
+    transport; if they differ, all ranks raise and name the difference, before anything is changed.
+    Before memory is allocated, the first rank logs at level ``INFO`` the memory budget of the rank
+    that has the least to spare.
 
     Args:
         model: any module; not itself a collection, since it is changed in place.
         mesh: one-dimensional, for one node; or two-dimensional, ``[nodes, ranks in a node]``. The
             ranks of the plan are its places, node by node. On GPUs the process group must take CPU
             tensors too, as ``init_process_group("cpu:gloo,cuda:nccl")`` makes it.
-        plan: a plan; a planner, or ``"auto"`` for ``Planner()``, to place every table by cost (see
-            :func:`plan_embeddings`); or placements of some tables by name (see
-            :func:`~torchembed.sharding.make_plan` for the others). Tables that it places in
+        plan: a plan; or, to place every table by cost, a planner or ``"auto"``, which is
+            ``Planner()`` (see :func:`plan_embeddings`); or placements of some tables by name, as in
+            ``{"tables.embedding_bags.user": "row_wise"}`` (see
+            :func:`~torchembed.sharding.make_plan` for the others). Tables that the plan places in
             host memory or on disk are created there.
         wire: the precision in which vectors and their gradients are exchanged; their own by
             default.
         transport: the exchange of vectors and gradients. ``WireTransport.PUSH`` is for the GPUs of
             one node; results are the same.
-        optimizer: of the tables, where it is known and no planner has it: its state then counts in
-            the memory that is checked.
+        optimizer: the class of the tables' optimizer, unless a planner has it, so that its state
+            counts in the memory that is checked.
 
     Returns:
         ``model``.
