@@ -65,8 +65,8 @@ RECIPES = {
     "mmoe.sines": Recipe(sines.mmoe, sines.run, sines.served),
     "ple": Recipe(tasks_of_ml1m.ple, tasks_of_ml1m.run, tasks_of_ml1m.served),
     "ple.sines": Recipe(sines.ple, sines.run, sines.served),
-    "sasrec": Recipe(encoders.sasrec, encoders.run),
-    "hstu": Recipe(encoders.hstu, encoders.run),
-    "din": Recipe(candidates.din, candidates.run),
-    "two-tower": Recipe(candidates.two_tower, candidates.run),
+    "sasrec": Recipe(encoders.sasrec, encoders.run, encoders.served),
+    "hstu": Recipe(encoders.hstu, encoders.run, encoders.served),
+    "din": Recipe(candidates.din, candidates.run, candidates.served),
+    "two-tower": Recipe(candidates.two_tower, candidates.run, candidates.served),
 }

@@ -16,6 +16,8 @@ from recipes.sequences.interactions import FILES, Interactions, read
 from recipes.sequences.packed import HELD_OUT, HistoryWindows
 from recipes.sequences.samples import SampleBatches, Samples
 from recipes.sequences.seeds import Trainee, epoch_order, item_table, run_seeds
+from recipes.sequences.served import as_scores, served_sequences
+from recipes.served_run import ServedRun
 from torchembed.core import ranks
 from torchembed.models import DIN, Histories, Impressions, TwoTower
 from torchembed.training import BatchLoss
@@ -62,13 +64,29 @@ def run(config: CandidateConfig, device: torch.device, output: Path) -> RankingR
     return run_seeds(config, lambda seed: _prepared(config, data, samples, seed, device), output)
 
 
-def _prepared(
+def served(config: CandidateConfig, output: Path) -> ServedRun:
+    """The last seed's model: DIN gives the probability of each candidate, two towers give users'
+    vectors and the scores of candidates."""
+    data = read(find_data(*FILES, data=config.data))
+    samples = Samples(data, max_length=config.max_length, num_left_out=HELD_OUT)
+
+    def build(seed: int) -> DIN | TwoTower:
+        return _build_model(config, data, samples, seed, torch.device("cpu"))
+
+    found = served_sequences(config, data, build, output)
+    if config.model is CandidateModel.DIN:
+        return found._replace(output_names=["click"])
+    return as_scores(found)
+
+
+def _build_model(
     config: CandidateConfig,
     data: Interactions,
     samples: Samples,
     seed: int,
     device: torch.device,
-) -> Trainee:
+) -> DIN | TwoTower:
+    """The model with its item table, spread over the ranks."""
     items = item_table(config, data.num_items, seed, device)
     sizes = {"embedding_dim": config.embedding_dim, "max_length": config.max_length}
     model: DIN | TwoTower
@@ -91,6 +109,17 @@ def _prepared(
             dense_device=device,
         )
     shard_over_ranks(model, device, torchembed.optim.Adam)
+    return model
+
+
+def _prepared(
+    config: CandidateConfig,
+    data: Interactions,
+    samples: Samples,
+    seed: int,
+    device: torch.device,
+) -> Trainee:
+    model = _build_model(config, data, samples, seed, device)
 
     def batches(epoch: int) -> SampleBatches:
         return SampleBatches(

@@ -13,6 +13,8 @@ from recipes.sequences.evaluate import Score, evaluate
 from recipes.sequences.interactions import FILES, Interactions, read
 from recipes.sequences.packed import HELD_OUT, HistoryWindows, PackedBatches, needed_capacity
 from recipes.sequences.seeds import Trainee, epoch_order, item_table, run_seeds
+from recipes.sequences.served import as_scores, served_sequences
+from recipes.served_run import ServedRun
 from torchembed.core import ranks
 from torchembed.models import HSTU, Histories, NextItem, SASRec
 
@@ -43,6 +45,26 @@ def run(config: SequenceConfig, device: torch.device, output: Path) -> RankingRe
     check_batch_size(config.batch_size)
     data = read(find_data(*FILES, data=config.data))
     return run_seeds(config, lambda seed: _prepared(config, data, seed, device), output)
+
+
+def served(config: SequenceConfig, output: Path) -> ServedRun:
+    """The last seed's model, which gives users' vectors and the scores of candidates.
+
+    Raises:
+        ValueError: for HSTU where the data have times, which requests do not.
+    """
+    data = read(find_data(*FILES, data=config.data))
+    if config.encoder is Encoder.HSTU and data.times is not None:
+        raise ValueError(
+            "a run of hstu must be on data without times to be served, since requests have none, "
+            "and its data have the times of ratings; train it on ratings.npz, which has the order "
+            "of ratings alone, or serve sasrec"
+        )
+
+    def build(seed: int) -> NextItem:
+        return _build_model(config, data.num_items, seed, torch.device("cpu"))
+
+    return as_scores(served_sequences(config, data, build, output))
 
 
 def _prepared(

@@ -8,8 +8,9 @@ from torch import Tensor
 
 import torchembed
 from torchembed.core.types import OnBadId
-from torchembed.export.lookups import bags_of_ids, look_up
+from torchembed.export.lookups import look_up
 from torchembed.modules.dense_part.forms import BadIds, Combining
+from torchembed.ops.bags_without_search import bags_of_ids
 
 NUM_ROWS = 7
 BAGS = st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=4), max_size=6)

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from recipes.registry import RECIPES
+from recipes.sequences.interactions import read
 from recipes.serve import deploy_run
 from recipes.serve import main as serve
 from recipes.train import main, parse
 from tests.support import made_data
 from tests.support.served_lookups import options_over
+from torchembed.models import CandidateScores, Impressions
 from torchembed.serving.models import ModelRepository
 from torchembed.stores import MemoryStore
 from torchembed.training import CheckpointFolder, TrainingRun
@@ -89,6 +91,61 @@ def test_the_best_seed_of_a_run_answers(
     for name, output in expected.items():
         right = output.sigmoid() if name in sigmoids else output
         np.testing.assert_allclose(found[name].flatten(), right.flatten()[:2], atol=1e-6)
+
+
+SEQUENCES = (
+    *("--embedding-dim", "4", "--max-length", "12", "--batch-size", "4", "--epochs", "1"),
+    *("--seeds", "1", "2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("sasrec", ("--num-negatives", "3")),
+        ("din", ("--layer-sizes", "4", "--attention-sizes", "4")),
+        ("two-tower", ("--layer-sizes", "4")),
+    ],
+)
+def test_the_last_seed_of_a_sequence_model_answers(
+    recipe: str, flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = made_data.write_ml1m(tmp_path)
+    run, models = tmp_path / "run", tmp_path / "models"
+    arguments = [recipe, "--data", str(tmp_path), "--output", str(run), *SEQUENCES, *flags]
+    last = run_of(capsys, *arguments)
+    deployed = deploy_run(recipe, run, models)
+    assert [deployed.version] == CheckpointFolder(last).steps()
+    make_served = RECIPES[recipe].served
+    assert make_served is not None
+    model = make_served(parse(arguments).config, run).load_model()
+    data = read(path)
+    # What followed the histories of the first two users is the first candidate.
+    bounds = [slice(int(end) - 13, int(end) - 1) for end in data.offsets[1:3]]
+    targets = torch.stack([data.items[bound.stop] for bound in bounds])
+    impressions = Impressions(
+        torch.cat([data.items[bound] for bound in bounds]),
+        torch.tensor([0, 12, 24]),
+        torch.cat([targets.unsqueeze(1), torch.arange(9).expand(2, -1)], dim=1),
+    )
+    inner = model.model if isinstance(model, CandidateScores) else model
+    loaded(inner, last)
+    with torch.no_grad():
+        result = model.eval()(impressions)
+    expected = result if isinstance(result, dict) else {"click": result.sigmoid()}
+    found = answer_of(models, recipe)
+    assert found.keys() == expected.keys() | {"default_rows"}
+    for name, right in expected.items():
+        np.testing.assert_allclose(found[name], right, atol=1e-6)
+
+
+def test_hstu_by_the_times_of_ratings_is_refused(tmp_path: Path) -> None:
+    made_data.write_ml1m(tmp_path)
+    config = parse(["hstu", "--data", str(tmp_path)]).config
+    make_served = RECIPES["hstu"].served
+    assert make_served is not None
+    with pytest.raises(ValueError, match="hstu must be on data without times to be served"):
+        make_served(config, tmp_path / "run")
 
 
 def test_a_run_that_came_to_no_evaluation_is_refused(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class _PaddedDense(torch.autograd.Function):
     def forward(ctx: FunctionContext, values: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(offsets, rows)
         ctx.num_rows = values.shape[0]
-        return _rows_or_zeros(values, rows)
+        return rows_or_zeros(values, rows)
 
     @staticmethod
     def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -51,7 +51,7 @@ class _PackedRows(torch.autograd.Function):
         bags = torch.searchsorted(offsets[1:].contiguous().long(), positions, right=True)
         within = positions - offsets[bags.clamp_max(offsets.shape[0] - 1)]
         is_there = (bags < offsets.shape[0] - 1) & (within < length)
-        return _rows_or_zeros(dense.flatten(0, 1), (bags * length + within).where(is_there, -1))
+        return rows_or_zeros(dense.flatten(0, 1), (bags * length + within).where(is_there, -1))
 
     @staticmethod
     def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -59,8 +59,8 @@ class _PackedRows(torch.autograd.Function):
         return _PaddedDense.apply(grad, offsets, rows), None, None, None
 
 
-def _rows_or_zeros(values: Tensor, rows: Tensor) -> Tensor:
-    """``values[rows]``; zeros for a row of -1."""
+def rows_or_zeros(values: Tensor, rows: Tensor) -> Tensor:
+    """``values[rows]``, of ``rows`` of any shape; zeros for a row of -1."""
     shape = (*rows.shape, *values.shape[1:])
     if torch.compiler.is_exporting():
         # A program serves batches without any row, too, and cannot ask for their number.

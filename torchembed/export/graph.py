@@ -110,7 +110,8 @@ class Graph(nn.Module):
                 return inputs[argument.name]
             case ArgumentKind.IDS:
                 ids = inputs[argument.name].long()
-                return ids if argument.shape else ids.squeeze(1)
+                is_flat = argument.shape or self._features[argument.name].hotness is None
+                return ids if is_flat else ids.squeeze(1)
             case ArgumentKind.UNUSED:
                 shape = [batch_size if n < 0 else n for n in argument.shape]
                 dtype = getattr(torch, argument.dtype.removeprefix("torch."))

@@ -80,7 +80,7 @@ def graph_inputs(parts: TakenApart, *, with_tables: bool) -> GraphInputs:
                 add(name, tensor, feature.name if is_of_ids else None)
             continue
         if feature.name in as_ids:
-            add(feature.name, given.ids)
+            add(feature.name, given.ids, feature.name if feature.hotness is None else None)
         for number, lookup in enumerate(lookups):
             if lookup.feature == feature.name:
                 dim = parts.recording.tables[lookup.table].dim

@@ -2,6 +2,7 @@
 an item table."""
 
 from torchembed.models.autoint import AutoInt
+from torchembed.models.candidate_scores import CandidateScores
 from torchembed.models.dcn import DCN
 from torchembed.models.dcnv2 import DCNv2, DCNv2Structure
 from torchembed.models.deepfm import DeepFM
@@ -33,6 +34,7 @@ __all__ = [
     "HSTU",
     "PLE",
     "AutoInt",
+    "CandidateScores",
     "DCNv2",
     "DCNv2Structure",
     "DLRMInteraction",

@@ -15,6 +15,9 @@ class Histories(NamedTuple):
     any lengths may have tensors of one shape, and captured steps repeat for all of them.
     """
 
+    PACKED_IDS = ("items",)
+    """Fields between ``offsets``: programs of the model take them as a jagged feature."""
+
     items: Tensor
     """int64 ``[L]``: the items of each user, the oldest first."""
     offsets: Tensor

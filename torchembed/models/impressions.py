@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from torchembed.models.histories import Histories
 from torchembed.ops.padded_layout import PaddedLayout
 
 
@@ -14,6 +15,9 @@ class Impressions(NamedTuple):
     Histories lie one behind the other, as in :class:`~torchembed.models.Histories`; what is behind
     the last counts for nothing.
     """
+
+    PACKED_IDS = ("items",)
+    """Fields between ``offsets``: programs of the model take them as a jagged feature."""
 
     items: Tensor
     """int64 ``[L]``: the items that users have seen, the oldest first."""
@@ -32,6 +36,11 @@ class Impressions(NamedTuple):
             function(self.candidates),
             None if self.labels is None else function(self.labels),
         )
+
+    def histories(self) -> Histories:
+        """The users' histories alone; what followed each item is not known, and stands as the item
+        itself."""
+        return Histories(self.items, self.offsets, self.items)
 
     def layout(self, max_length: int) -> PaddedLayout:
         """The places of items in a dense tensor ``[B, max_length]``."""

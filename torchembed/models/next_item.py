@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchembed.core.padded_dense import rows_or_zeros
 from torchembed.models.histories import Histories
 from torchembed.models.history_encoder import HistoryEncoder
 from torchembed.models.sampled_softmax import sampled_softmax
@@ -54,14 +55,13 @@ class NextItem(nn.Module):
 
     def user_vectors(self, histories: Histories) -> Tensor:
         """``[B, D]``: the unit vector of each user after the last item; zeros without any."""
-        encoded = self.encoder(histories)
-        last = histories.offsets[1:] - 1
-        is_empty = histories.offsets.diff() == 0
-        vectors = F.normalize(encoded[last.clamp_min(0)].float(), dim=1)
-        return vectors.masked_fill(is_empty.unsqueeze(1), 0.0)
+        encoded, offsets = self.encoder(histories), histories.offsets
+        last = (offsets[1:] - 1).where(offsets.diff() > 0, -1)
+        return F.normalize(rows_or_zeros(encoded, last).float(), dim=1)
 
-    def item_vectors(self) -> Tensor:
-        """``[num_items, D]``: the unit vector of each item."""
-        device = next(self.encoder.parameters()).device
-        ids = torch.arange(self.num_items, device=device)
-        return F.normalize(self.encoder.items(ids).float(), dim=1)
+    def item_vectors(self, ids: Tensor | None = None) -> Tensor:
+        """``[..., D]``: unit vectors of the items ``ids [...]``, or ``[num_items, D]`` of all."""
+        if ids is None:
+            device = next(self.encoder.parameters()).device
+            ids = torch.arange(self.num_items, device=device)
+        return F.normalize(self.encoder.items(ids).float(), dim=-1)

@@ -76,8 +76,8 @@ class TwoTower(nn.Module):
         return F.normalize(self.user_tower(means).float(), dim=1)
 
     def item_vectors(self, ids: Tensor) -> Tensor:
-        """``[N, layer_sizes[-1]]``: unit vectors of the items ``ids [N]``."""
-        return F.normalize(self.item_tower(self.items(ids)).float(), dim=1)
+        """``[..., layer_sizes[-1]]``: unit vectors of the items ``ids [...]``."""
+        return F.normalize(self.item_tower(self.items(ids)).float(), dim=-1)
 
 
 _LARGEST = 100.0

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.function_context import FunctionContext
+from torchembed.core.padded_dense import rows_or_zeros
+from torchembed.ops.bags_without_search import bags_of_ids
 from torchembed.ops.sequence_lookup.schema import sequence_lookup_forward_op
 
 
@@ -37,19 +39,30 @@ class PaddedLayout(NamedTuple):
         within = torch.arange(length, device=device)
         rows = (starts + within).where(within < lengths, -1)
         positions = torch.arange(num_rows, device=device)
-        bags = torch.searchsorted(offsets[1:].contiguous().long(), positions, right=True)
+        if torch.compiler.is_exporting():
+            # ONNX has no search.
+            bags = bags_of_ids(offsets.diff(), num_rows)
+        else:
+            bags = torch.searchsorted(offsets[1:].contiguous().long(), positions, right=True)
         within_bag = positions - offsets[bags.clamp_max(offsets.shape[0] - 1)]
         is_there = (bags < offsets.shape[0] - 1) & (within_bag < length)
         return cls(rows, (bags * length + within_bag).where(is_there, -1))
 
     def pad(self, values: Tensor) -> Tensor:
         """``values [L, ...]`` as ``[B, length, ...]``, zeros in places without a row."""
-        found = _LookedUp.apply(values, self.rows.flatten(), self.places)
+        found = _looked_up(values, self.rows.flatten(), self.places)
         return found.unflatten(0, self.rows.shape)
 
     def pack(self, dense: Tensor) -> Tensor:
         """``dense [B, length, ...]`` as ``[L, ...]``, zeros for rows without a place."""
-        return _LookedUp.apply(dense.flatten(0, 1), self.places, self.rows.flatten())
+        return _looked_up(dense.flatten(0, 1), self.places, self.rows.flatten())
+
+
+def _looked_up(source: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """:class:`_LookedUp`, in operations that other runtimes have where a program is exported."""
+    if torch.compiler.is_exporting():
+        return rows_or_zeros(source, index)
+    return _LookedUp.apply(source, index, inverse)
 
 
 class _LookedUp(torch.autograd.Function):

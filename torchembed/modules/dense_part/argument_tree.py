@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
 from torch import Tensor, nn
@@ -28,6 +28,11 @@ class ArgumentTree:
     Tuples, named ones too, lists, mappings and dataclasses are walked; all else that is no leaf
     stays as it is. A leaf has the name of its argument of ``forward``, or where that is the only
     one, of its place in it.
+
+    Attributes:
+        leaves: by name.
+        packed: of named tuples with ``PACKED_IDS``, the name of ``offsets`` by that of each field
+            that ``PACKED_IDS`` names, where it is a tensor.
     """
 
     def __init__(self, model: nn.Module, examples: object) -> None:
@@ -40,6 +45,8 @@ class ArgumentTree:
         self._arguments = dict(bound.arguments)
         self.leaves: dict[str, Tensor | AnyFeatures] = {}
         _mapped(self._arguments, (), self._collect)
+        pairs = _packed_fields(self._arguments, ())
+        self.packed = {self._name(ids): self._name(offsets) for ids, offsets in pairs}
 
     def _name(self, path: Path) -> str:
         return ".".join(path[1:] if len(self._arguments) == 1 and len(path) > 1 else path)
@@ -51,6 +58,23 @@ class ArgumentTree:
         """The arguments, positional ones, with other leaves in the places of the examples'."""
         made = _mapped(self._arguments, (), lambda path, _: leaves[self._name(path)])
         return list(made.values())
+
+
+def _packed_fields(tree: Any, path: Path) -> Iterator[tuple[Path, Path]]:
+    """The paths of packed ids and of the offsets that they lie between."""
+    if isinstance(tree, Tensor) or is_features(tree):
+        return
+    if isinstance(tree, tuple) and hasattr(tree, "_asdict"):
+        for field in getattr(tree, "PACKED_IDS", ()):
+            yield (*path, field), (*path, "offsets")
+        tree = tree._asdict()  # type: ignore[attr-defined]
+    elif isinstance(tree, tuple | list):
+        tree = dict(enumerate(tree))
+    elif dataclasses.is_dataclass(tree):
+        tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    if isinstance(tree, Mapping):
+        for name, child in tree.items():
+            yield from _packed_fields(child, (*path, str(name)))
 
 
 def _mapped(tree: Any, path: Path, leaf: Callable[[Path, Any], object]) -> Any:

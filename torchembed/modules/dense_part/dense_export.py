@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,13 +62,14 @@ class _DensePart(nn.Module):
         arguments: Sequence[Argument],
         fed: FedVectors,
         choice: OutputChoice,
+        packed: Mapping[str, str],
     ) -> None:
         super().__init__()
         # No submodule: its parameters are arguments here.
-        self._parts = (model, tree, arguments, fed, choice)
+        self._parts = (model, tree, arguments, fed, choice, packed)
 
     def forward(self, weights: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
-        model, tree, arguments, fed, choice = self._parts
+        model, tree, arguments, fed, choice, packed = self._parts
         leaves: dict[str, object] = {
             name: FedFeatures(leaf, name)
             for name, leaf in tree.leaves.items()
@@ -80,6 +81,9 @@ class _DensePart(nn.Module):
                 vectors[argument.lookup] = Vectors(tensor)
             elif argument.kind is ArgumentKind.LENGTHS:
                 vectors[argument.lookup] = vectors[argument.lookup]._replace(lengths=tensor)
+                if argument.name in packed:
+                    offsets = torch.nn.functional.pad(tensor.cumsum(0), (1, 0))
+                    leaves[packed[argument.name]] = offsets
             else:
                 leaves[argument.name] = tensor
         fed.begin([vectors[number] for number in sorted(vectors)])
@@ -101,7 +105,7 @@ def export_dense(
     arguments = [example.argument for example in examples]
     with fed_modules(model, list(recording.calls), fed), _frozen(model):
         weights = dense_tensors(model)
-        part = _DensePart(model, tree, arguments, fed, choice)
+        part = _DensePart(model, tree, arguments, fed, choice, recording.packed)
         tensors = [example.tensor for example in examples]
         with torch.no_grad():
             versions = [tensor._version for tensor in (*weights.values(), *tensors)]
@@ -174,6 +178,13 @@ def _with_one_more(example: _Example) -> Tensor:
 def _leaf_examples(tree: ArgumentTree, recording: Recording, batch: Dim) -> Iterator[_Example]:
     for name, leaf in tree.leaves.items():
         if not isinstance(leaf, Tensor):
+            continue
+        if name in recording.packed.values():
+            # Made of the lengths.
+            continue
+        if name in recording.packed:
+            ids = recording.given[name].ids.long()
+            yield _Example(Argument(kind=ArgumentKind.IDS, name=name), ids, {0: Dim.AUTO})
             continue
         if name in recording.places.whole:
             leaf = leaf.long()

@@ -30,7 +30,7 @@ class ArgumentKind(enum.Enum):
     INPUT = "input"
     """A dense input of the request."""
     IDS = "ids"
-    """The ids of a feature of fixed hotness, int64 ``[B, hotness]``."""
+    """The ids of a feature, int64: ``[B]`` or ``[B, hotness]``, or ``[L]`` of a jagged one."""
     VECTORS = "vectors"
     """The result of a lookup: ``[B, D]``, ``[B, hotness, D]``, or ``[L, D]`` of jagged features."""
     LENGTHS = "lengths"

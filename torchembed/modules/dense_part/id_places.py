@@ -1,7 +1,7 @@
 """Which argument of a model the ids of a lookup are, or which columns of it."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,21 +14,26 @@ class IdPlace(NamedTuple):
     Attributes:
         name: of the feature that requests are to give.
         hotness: ids of each sample; None where bags are between offsets.
+        offsets: name of the argument that packed ids of an ``Embedding`` lie between; None for
+            others.
     """
 
     name: str
     hotness: int | None
+    offsets: str | None = None
 
 
 class IdPlaces:
     """Finds the arguments that ids are, by the memory that these have in common."""
 
-    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
+    def __init__(self, leaves: Mapping[str, Tensor], packed: Mapping[str, str]) -> None:
         """
         Args:
             leaves: the arguments by name, contiguous, each with memory of its own.
+            packed: the name of the offsets by that of the ids between them.
         """
         self._leaves = {n: t for n, t in leaves.items() if t.numel()}
+        self._packed = packed
         self.whole: dict[str, str] = {}
         """The feature that each argument is, where it is one as a whole, with fixed hotness."""
         self.taken: set[str] = set()
@@ -41,9 +46,13 @@ class IdPlaces:
         offsets: Tensor | None,
         weights: Tensor | None,
         batch_size: int,
-        module: Any,
+        *,
+        is_each: bool,
     ) -> IdPlace:
         """The place of the arguments of a call of the module at ``path``.
+
+        Args:
+            is_each: whether the module gives the vector of each id.
 
         Raises:
             DeployError: where they were computed in the model.
@@ -55,12 +64,12 @@ class IdPlaces:
             self.taken.add(self._leaf_of(f"offsets of {path}", offsets))
             if weights is not None:
                 self.taken.add(self._leaf_of(f"per_sample_weights of {path}", weights))
-            if ids.shape != leaf.shape:
-                raise DeployError(
-                    f"ids of {path} between offsets must be a whole argument of the model, got "
-                    f"{list(ids.shape)} of {name} {list(leaf.shape)}"
-                )
+            _check_whole(path, name, ids, leaf)
             return IdPlace(name, None)
+        if name in self._packed and is_each:
+            self.taken.add(self._packed[name])
+            _check_whole(path, name, ids, leaf)
+            return IdPlace(name, None, self._packed[name])
         if weights is not None:
             self._check_weights(path, name, weights)
         hotness = ids[0].numel()
@@ -68,6 +77,11 @@ class IdPlaces:
             self.whole[name] = name
             return IdPlace(name, hotness)
         return IdPlace(f"{name}.{self._columns(path, name, ids)}", hotness)
+
+    def offsets_of(self, place: IdPlace) -> Tensor:
+        """The offsets that the packed ids of ``place`` lie between."""
+        assert place.offsets is not None
+        return self._leaves[place.offsets]
 
     def _leaf_of(self, what: str, tensor: Tensor) -> str:
         memory = tensor.untyped_storage().data_ptr()
@@ -104,4 +118,12 @@ class IdPlaces:
             f"ids of {path} must be an argument of the model or consecutive columns of one, got "
             f"{list(ids.shape)} with strides {list(ids.stride())} of {name} {list(leaf.shape)}; "
             "give them as an argument of their own"
+        )
+
+
+def _check_whole(path: str, name: str, ids: Tensor, leaf: Tensor) -> None:
+    if ids.shape != leaf.shape:
+        raise DeployError(
+            f"ids of {path} between offsets must be a whole argument of the model, got "
+            f"{list(ids.shape)} of {name} {list(leaf.shape)}"
         )

@@ -72,6 +72,7 @@ class Recording:
         tables: those that are looked up, by name.
         calls: of each table module, by its path, in order.
         given: the ids of the examples, by feature.
+        packed: the name of the offsets that a feature of packed ids lies between, by its own.
         batch_size: samples of the examples.
         result: of the model's forward.
     """
@@ -88,6 +89,7 @@ class Recording:
         self.calls: dict[str, list[RecordedCall]] = {}
         self.jagged: dict[int, tuple[Tensor, Tensor]] = {}
         self.given: dict[str, GivenIds] = {}
+        self.packed: dict[str, str] = {}
         self._modules = served_modules(model)
         if not self._modules:
             raise DeployError(
@@ -98,7 +100,8 @@ class Recording:
         self._sizes: set[int] = set()
         # Copies: views of one tensor would be taken for each other.
         leaves = {n: _own_memory(leaf) for n, leaf in tree.leaves.items()}
-        self.places = IdPlaces({n: t for n, t in leaves.items() if isinstance(t, Tensor)})
+        tensors = {n: t for n, t in leaves.items() if isinstance(t, Tensor)}
+        self.places = IdPlaces(tensors, tree.packed)
         self._sparse = {n: f for n, f in leaves.items() if not isinstance(f, Tensor)}
         self._find_features(self._sparse)
         hooks = [
@@ -195,17 +198,23 @@ class Recording:
         table, ids = self._table(path, source), arguments["input"]
         weights = arguments.get("per_sample_weights")
         offsets = arguments.get("offsets")
-        self._sizes.add(result.shape[0])
         if is_embedding_bag(module) and module.mode == "max":
             raise DeployError(
                 f"{path} must pool by sums or means to be served, got mode='max'; look vectors up "
                 "by an Embedding and take their maximum"
             )
-        place = self.places.find(path, ids, offsets, weights, result.shape[0], module)
+        pools = is_embedding_bag(module)
+        batch_size = result.shape[0]
+        place = self.places.find(path, ids, offsets, weights, batch_size, is_each=not pools)
+        if place.offsets is not None:
+            self.packed[place.name] = place.offsets
+            offsets = self.places.offsets_of(place)
+            batch_size = len(offsets) - 1
+        self._sizes.add(batch_size)
         feature = Feature(name=place.name, hotness=place.hotness, is_weighted=weights is not None)
         self._add(feature)
-        self.given[place.name] = _given_to_module(ids, offsets, weights, result.shape[0])
-        pools = is_embedding_bag(module)
+        given = _given_to_module(ids, offsets, weights, batch_size)
+        self.given[place.name] = given
         number = self._lookup(
             place.name,
             table,
@@ -213,6 +222,9 @@ class Recording:
             weights is not None,
             module.padding_idx if pools else None,
         )
+        if place.offsets is not None:
+            assert given.lengths is not None
+            self.jagged[number] = (result[: len(given.ids)].detach().float(), given.lengths)
         return RecordedCall(
             lookups=(number,), kind=Tensor, dtype=result.dtype, shape=tuple(result.shape[1:])
         )

@@ -148,7 +148,10 @@ class LoadedVersion:
                 return as_tensor(request.dense[argument.name]).to(self._device)
             case ArgumentKind.IDS:
                 ids = as_tensor(request.features[argument.name].ids).to(self._device)
-                return ids.view(request.num_samples, *argument.shape)
+                if self.description.feature(argument.name).hotness is not None:
+                    return ids.view(request.num_samples, *argument.shape)
+                # As many as there are vectors.
+                return ids if len(ids) else ids.new_zeros(1)
             case ArgumentKind.LENGTHS:
                 return as_tensor(request.features[argument.name].lengths).to(self._device)
             case ArgumentKind.UNUSED:
