@@ -40,19 +40,20 @@ _DATA_FILE = re.compile(r"__(\d+)_")
 
 
 class CheckpointFolder:
-    """Saves checkpoints of a run, keeps the newest, and finds the last complete one again.
+    """Saves checkpoints of a run into a folder, keeps the newest, and loads the last complete one.
 
-    A checkpoint is a folder ``step-<step>`` that counts only once a file ``complete.json`` stands
-    in it. That file is put there last, in one atomic step, so a save that dies at any point leaves
-    the checkpoints before it as they were. What remains of such a save is removed by the next one.
+    A checkpoint is a folder ``step-<step>``, and is complete once it has a file ``complete.json``,
+    which is written last, in one atomic step. So a save that dies at any point leaves the earlier
+    checkpoints as they were; the next save removes what remains of it.
 
-    Every rank makes one, of a folder that all of them see. One run at a time may save there: from
-    its first save, or :meth:`claim`, the folder belongs to the process of rank 0 until that ends or
-    calls :meth:`close`, and others are refused by name. (In object stores, which have no locks, a
-    later run takes the folder over, and the earlier one is refused.) Any process may load.
+    Every rank makes a ``CheckpointFolder`` of the same folder, which all ranks must see. One run at
+    a time may save there: from its first save, or :meth:`claim`, the folder belongs to the process
+    of rank 0 until that ends or calls :meth:`close`, and other processes get an error that names
+    it. (Object stores have no locks: there a later run takes the folder over, and the earlier one
+    gets the error.) Any process may load.
 
-    The newest checkpoint is that of the highest step, so a run that begins anew, or goes on from an
-    earlier step than the last, saves in another folder.
+    The newest checkpoint is that of the highest step. So a run that starts again, or resumes from
+    an earlier step than the last, must save in another folder.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class CheckpointFolder:
     def claim(self) -> None:
         """Take the folder for this run's saves, so that another run's saves are refused.
 
-        Call it where a run begins: :meth:`save` does the same, but a run that resumes while the
-        one that it goes on from is still alive should hear of that before it trains. Collective.
+        :meth:`save` does so, too. Call this at the start of a run to learn before training whether
+        the run that it resumes is still alive. Collective.
 
         Raises:
-            RuntimeError: where another process has the folder; names it.
+            RuntimeError: if another process has the folder; names it.
         """
         what = f"take {self} for this run's checkpoints"
         decide_on_first_rank(self._take, what, self._cpu_group(what))
@@ -123,13 +124,12 @@ class CheckpointFolder:
         return self._group
 
     def save(self, step: int, run: TrainingRun, *, wait: bool = True) -> None:
-        """Write the state of ``run`` after ``step`` steps, then remove what need not be kept.
+        """Write the state of ``run`` after ``step`` steps, then remove older checkpoints.
 
-        A rank writes several files at once. Where the state is on a GPU, each of these threads
-        holds some megabytes on the CPU at a time; where it is on the CPU, nothing is copied.
-
-        Waits for an earlier save first, and raises what that one raised. A checkpoint of the same
-        step is replaced. Collective.
+        Each rank writes several files at once. From a GPU each of the writing threads copies some
+        megabytes to the CPU at a time; state on the CPU is not copied. An earlier asynchronous save
+        is waited for first, and its error is raised. A checkpoint of the same step is replaced.
+        Collective.
 
         Args:
             wait: return once the checkpoint is complete. Otherwise the state is copied to the CPU,
@@ -224,17 +224,17 @@ class CheckpointFolder:
     def load(self, run: TrainingRun, step: int | None = None) -> int | None:
         """Read the newest complete checkpoint, or the one of ``step``, into ``run`` in place.
 
-        The number of ranks and the placement of tables may differ from those that saved. What
-        belongs to a rank comes back to it where as many ranks load as saved. Otherwise
-        ``run.others`` take what rank 0 saved, and random generators stay as they are. They also do
-        where the run has neither optimizers nor others: such a run does not go on training.
+        The number of ranks and the placement of tables may differ from those that saved. If as many
+        ranks load as saved, each rank gets back the states that belong to it. Otherwise
+        ``run.others`` get what rank 0 saved, and random generators stay as they are; so they do if
+        the run has neither optimizers nor others, since it then does not continue training.
 
-        A run without optimizers takes the model, and its ``others``, of any checkpoint. Others that
-        were saved and are not in ``run`` are passed over. Collective. A checkpoint is unpickled in
-        part: load only what you trust.
+        A run without optimizers can load the model, and its ``others``, of any checkpoint. Saved
+        others that are not in ``run`` are ignored. Collective. Parts of a checkpoint are unpickled:
+        load only what you trust.
 
         Returns:
-            The step, or None where there is no complete checkpoint and none was asked for.
+            The step, or None if there is no complete checkpoint and ``step`` is None.
 
         Raises:
             FileNotFoundError: where there is none of ``step``, or a file of it is missing.

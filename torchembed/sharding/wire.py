@@ -13,12 +13,12 @@ BUCKET_BYTES = 1 << 22
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WirePrecision:
-    """Precision in which looked-up vectors and their gradients are sent, rounded to nearest.
+    """The precision in which vectors, and gradients, are sent between ranks, rounded to nearest.
 
-    Without a dtype, or with one no narrower than theirs, they are sent unchanged. Every vector is
-    rounded once, also one that stays on its rank, so that results do not depend on the rank of a
-    sample or a row; for a row-wise table each rank's part of the sum is rounded. Sums are taken in
-    the vectors' own dtype, after the exchange.
+    Without a dtype, or with one that is not narrower than their own, they are sent unchanged. Every
+    vector is rounded once, even if it stays on its rank, so that results do not depend on the rank
+    of a sample or a row; for a row-wise table each rank's part of the sum is rounded. Sums are
+    taken in the vectors' own dtype, after the exchange.
 
     In float16, vectors beyond 65504 become infinite; bfloat16 has no such bound. Gradients in
     float16 are multiplied by a power of two before and divided by it after: one for all ranks,
@@ -28,7 +28,9 @@ class WirePrecision:
     """
 
     forward: torch.dtype | None = None
+    """Dtype of looked-up vectors: float32, float16, bfloat16, or None for their own."""
     backward: torch.dtype | None = None
+    """Dtype of their gradients, likewise."""
     dense: torch.dtype | None = None
     """Dtype in which the gradients of all other parameters are summed over ranks, float32 or
     bfloat16; may be wider than theirs. Gradients of tables that every rank holds are reduced with

@@ -12,13 +12,19 @@ from torchembed.optim.joint import separate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """All that a run must find again to go on as if it had not stopped.
+    """The objects whose states a run needs to resume as if it had not stopped.
 
     Attributes:
-        model: its parameters and buffers are saved whole, whatever their placement.
-        optimizers: of parameters of ``model`` alone. The state of a parameter goes by its name.
-        others: by name, whatever else has a state: learning-rate schedulers, the position in the
-            data, a history. Their states belong to the rank, and are pickled.
+        model: the model, whose parameters and buffers are saved whole, whatever their placement.
+        optimizers: a list of the optimizers of its parameters. States are saved under the names of
+            parameters.
+        others: everything else with ``state_dict`` and ``load_state_dict``, by name: learning-rate
+            schedulers, the position in the data, a history. These states belong to each rank, and
+            are pickled.
+
+    Raises:
+        TypeError: for a model that is no module, optimizers that are no list of optimizers, and
+            others without these methods.
     """
 
     model: nn.Module

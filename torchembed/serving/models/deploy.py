@@ -44,36 +44,38 @@ def deploy(
     store_names: Mapping[str, str] | None = None,
     defaults: Mapping[str, float] | None = None,
 ) -> Path:
-    """Write a version of ``model`` into a folder of models, whole or not at all.
+    """Write a version of ``model`` into a folder of models for a server, completely or not at all.
 
     The model runs once with the examples, in evaluation mode, to find which arguments its tables
-    look up; all else of it becomes a program of ``torch.export``. Tables are written as rows by id,
-    static and dynamic ones, wherever they are, also those that ranks share: then every rank calls
-    with the same arguments but its own examples, of equal form, and rank 0 writes the rest. The
-    model is left as it was.
+    look up; everything else becomes a program of ``torch.export``. Tables, static and dynamic ones,
+    are written as rows by id, from any storage. If ranks share the tables, every rank calls with
+    the same arguments, except examples of its own, of equal form, and rank 0 writes the rest. The
+    model is not changed.
 
     Args:
-        folder: of all models; the version is ``<folder>/<name>/<version>``.
+        folder: the folder of all models; the version is ``<folder>/<name>/<version>``.
         version: a positive integer that the model does not have there yet.
-        examples: arguments of ``forward``: a tuple for several; of at least 2 samples. Dense inputs
-            have a row for each sample. Ids are sparse features, or tensors ``[B]`` or ``[B, n]``
-            that go to an ``Embedding`` or ``EmbeddingBag`` as they come or by their columns.
-        output: ``"sigmoid"`` turns logits into probabilities; or by the name of the output.
-        output_names: a name for each tensor of the result, None for those to leave out, as losses;
-            or for each column of the only one. None for those that the result gives.
+        examples: the arguments of ``forward``, a tuple if there are several, with at least 2
+            samples. Dense inputs have a row for each sample. Ids are sparse features, or tensors
+            ``[B]`` or ``[B, n]`` that an ``Embedding`` or ``EmbeddingBag`` is called with, whole or
+            by columns.
+        output: ``"sigmoid"`` turns logits into probabilities, ``"as_it_is"`` nothing; or a mapping
+            from names of outputs to these.
+        output_names: a name for each tensor of the result, or for each column of a single tensor;
+            a name None leaves the tensor out, such as a loss. None takes the result's own names.
         tables: rows to write in place of the model's own, by the name of the table, as
             :func:`~torchembed.checkpoints.open_rows` and ``open_hugectr_rows`` give them.
-        store_names: of tables that several models share, the name under which they do.
-        defaults: what ids without a row are looked up as, by the name of the table, in all columns;
-            needed where the model does otherwise than with one number.
+        store_names: a common name for each table that several models share.
+        defaults: the number that ids without a row are looked up as, in all columns, by the name of
+            the table. Needed if the model looks them up as something other than one number.
 
     Returns:
         The folder of the version.
 
     Raises:
-        DeployError: where the model cannot be served; the message says why.
-        FileExistsError: where the version is there.
-        OSError: where writing fails.
+        DeployError: if the model cannot be served; the message says why.
+        FileExistsError: if the version exists.
+        OSError: if writing fails.
     """
     what = f"deploy version {version} of {name}"
     target = version_folder(folder, name, version)

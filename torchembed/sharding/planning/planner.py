@@ -40,34 +40,34 @@ class _Placed(NamedTuple):
 class Planner:
     """Places tables by predicted cost, for ``shard_embeddings(model, mesh, plan=Planner(...))``.
 
-    Minimizes the predicted time of the slowest rank in a training step: the bytes that lookups
-    and updates move through memory, then the bytes on the rank's busiest link in its busier
-    direction, for ids, vectors and gradients each, and the all-reduce of replicated tables. Rows of
-    each width have kernels of their own, each with a fixed overhead. No rank gets
-    more rows, optimizer state, activations and exchange buffers than fit into its memory. The same
-    inputs give the same plan on every rank.
+    It minimizes the predicted time of the slowest rank in a training step. That time is the sum of
+    the bytes that lookups and updates move through memory; the bytes on the rank's busiest link in
+    its busier direction, for ids, vectors and gradients each; the all-reduce of replicated tables;
+    and a fixed overhead for the kernels of each row width. No rank gets more rows, optimizer state,
+    activations and exchange buffers than fit into its memory. The same inputs give the same plan on
+    every rank.
 
-    Tables whose configs name a storage keep it. Where the others do not fit the devices of GPUs,
-    some go to the memory of the hosts, behind caches on the devices, and where hosts have no room
-    for them to disk, behind both: those of which the rows that caches will miss take the least time
-    for the memory that they free. A cache has room for the rows of two batches at least. Dynamic
-    tables that grow stay on the devices. Tables go to disk only where a path is given.
+    Tables whose configs name a storage keep it. If the others do not fit on the GPUs, the planner
+    moves some of them to host memory, behind caches on the devices, and if hosts have no room, to
+    disk, behind both. It moves those whose cache misses cost the least time for the memory that
+    they free. A cache has room for the rows of two batches at least. Dynamic tables that grow stay
+    on the devices. Tables go to disk only if a path is given.
     """
 
     batch_size: int = 1024
-    """Samples of each rank."""
+    """The number of samples in each rank's batch."""
     hotness: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Lookups a sample of each feature, on average; 1 where not named."""
+    """The mean number of ids that a sample has, for each feature; 1 for features not named."""
     distinct_ids: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Different ids of each feature in a rank's batch, on average: ``values.unique().numel()`` of
-    some batch. They tell how skewed ids are, and so how many rows are read and updated on any
-    number of ranks. Ids of a feature that is not named are taken to be uniform, which gives the
-    most rows."""
+    """The mean number of different ids in a rank's batch, for each feature:
+    ``values.unique().numel()`` of a typical batch. It tells how skewed ids are, and so how many
+    rows are read and updated on any number of ranks. For features not named ids count as uniform,
+    which gives the most rows."""
     optimizer: type[FusedOptimizer] = Adagrad
     """Optimizer of the tables, whose state takes memory and is read and written."""
     fixed_hotness: bool = False
-    """True where batches come with a hotness and no offsets: ids of a pooled row-wise table then go
-    to all of its ranks, and not each to the one that holds its row."""
+    """True if batches have a hotness and no offsets: all ids of a pooled row-wise table then go to
+    all of its ranks, and not each id to the rank that holds its row."""
     autocast: torch.dtype | None = None
     """Dtype in which the dense part computes, as for ``TrainPipeline``; its own by default."""
     placements: tuple[Placement | str, ...] = tuple(Placement)

@@ -47,17 +47,18 @@ def delta_on_all_ranks(read: Callable[[], D], group: dist.ProcessGroup) -> D:
 def gather_delta(
     delta: Delta, group: dist.ProcessGroup | None = None
 ) -> Mapping[str, TableDelta] | None:
-    """The changes of whole tables, by name, from those that ``delta(since=...)`` gave each rank.
+    """Gather the changes of whole tables from the deltas of the ranks that share them.
 
-    Ids follow one another in the order of the ranks, and so do the rows that ids share, of which
-    those of a rank are for ids that a hash gives to it. Collective: all ranks call it with deltas
-    of the same moment, and each goes on from its own ``mark``.
+    Ids, and rows that ids share, are in the order of the ranks; the shared rows of a rank are for
+    the ids that a hash gives to it. Collective: all ranks call it with deltas of the same moment,
+    and each continues from its own ``mark``.
 
     Args:
-        group: the ranks that share the tables; all where None.
+        delta: what ``delta(since=...)`` of a module gave this rank.
+        group: the ranks that share the tables; None for all.
 
     Returns:
-        The changes on the first of the ranks, None on the others.
+        The changes by the names of tables on the first of the ranks, None on the others.
     """
     if not dist.is_initialized():
         return delta.tables
