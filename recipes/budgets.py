@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from recipes.ranks import num_nodes
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, plan_embeddings
 from torchembed.core import ranks
 from torchembed.data import BatchSource
@@ -25,7 +26,7 @@ class Budgets:
     device_bytes: int
     """Memory of each rank's device."""
     host_bytes: int
-    """Memory of the host, beside that of its devices, for all ranks together."""
+    """Memory of each host, beside that of its devices, for all its ranks together."""
     disk: Path | None = None
     """Folder for rows that neither has room for; without it there is none for them."""
 
@@ -66,10 +67,11 @@ class Budgets:
         Args:
             placement: of every table; the plan chooses where None.
         """
-        hardware = H200 if device.type == "cuda" else CPU
+        hardware, nodes = H200 if device.type == "cuda" else CPU, num_nodes()
         topology = Topology.of_hardware(
             hardware,
-            ranks_per_node=ranks.world_size(),
+            ranks_per_node=ranks.world_size() // nodes,
+            num_nodes=nodes,
             host=Host(memory_bytes=self.host_bytes),
             disk=NodeDisk(path=self.disk),
         )

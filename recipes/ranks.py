@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipes.launch import check_restarts
 from torchembed import plan_embeddings, shard_embeddings
-from torchembed.core.ranks import world_size
+from torchembed.core.ranks import gather_objects, world_size
 from torchembed.core.ranks.process_exit import exit_process_with_parent
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.optim import FusedOptimizer
@@ -62,6 +62,24 @@ def check_batch_size(batch_size: int) -> None:
         )
 
 
+def num_nodes() -> int:
+    """Number of nodes of a run of ``torchrun``, which numbers its ranks node by node; 1 where nodes
+    have different numbers of ranks. Collective."""
+    num_ranks = world_size()
+    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
+    # Where this differs, not all ranks could take part in the same groups of a node.
+    if set(gather_objects(of_node)) != {of_node}:
+        return 1
+    return num_ranks // of_node
+
+
+def rank_mesh(device: torch.device) -> DeviceMesh:
+    """All ranks, on several nodes in two dimensions: nodes, and ranks in a node. Collective."""
+    nodes, num_ranks = num_nodes(), world_size()
+    shape = (num_ranks,) if nodes == 1 else (nodes, num_ranks // nodes)
+    return init_device_mesh(device.type, shape)
+
+
 def table_device(device: torch.device) -> torch.device:
     """Device to make a model's tables on, so that :func:`shard_over_ranks` makes no table whole."""
     return torch.device("meta") if dist.is_initialized() else device
@@ -85,7 +103,7 @@ def shard_over_ranks(
     """
     if not dist.is_initialized():
         return model
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = rank_mesh(device)
     plan: Planner | dict[str, Placement] | None = planner
     if planner is not None:
         report = plan_embeddings(model, planner, mesh)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.ranks import run_on_ranks
 from tests.support.values import normal
@@ -17,6 +18,7 @@ from torchembed.modules import MLP, LowRankCross
 from torchembed.optim import DenseSGD
 from torchembed.sharding.transport.channel import PushDomain
 from torchembed.sharding.transport.gradient_mean import GradientMean
+from torchembed.sharding.transport.process_groups import borrow_groups
 from torchembed.sharding.transport.pushed_mean import PushedMean
 
 
@@ -79,10 +81,12 @@ def deferral(kind: str) -> Any:
 
 
 def reduced_gradients(
-    cases: list[dict[str, Any]], device: str, pushes: bool
+    cases: list[dict[str, Any]], device: str, pushes: bool, num_nodes: int
 ) -> list[list[np.ndarray]]:
     """On one rank, the gradients of each case after two backwards."""
-    found, rank, group, push = [], dist.get_rank(), dist.new_group(), None
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    found, rank, groups, push = [], dist.get_rank(), borrow_groups(mesh, num_nodes), None
+    group = groups.gradients
     if pushes:
         push = PushedMean(PushDomain(group, torch.device(device, rank)), "a test")
     for case in cases:
@@ -94,6 +98,7 @@ def reduced_gradients(
             group,
             dtype=case["wire"],
             push=push,
+            nodes=groups.nodes,
             bucket_bytes=case["bucket_bytes"],
         )
         for step in range(2):
@@ -109,9 +114,19 @@ def reduced_gradients(
 
 
 def assert_means(
-    num_ranks: int, device: str, deferrals: Sequence[str], backend: str, *, pushes: bool = False
+    num_ranks: int,
+    device: str,
+    deferrals: Sequence[str],
+    backend: str,
+    *,
+    pushes: bool = False,
+    num_nodes: int = 1,
+    sizes: Sequence[int] = (1, 200, 1 << 20),
 ) -> None:
-    """Assert that ranks end up with the mean of their gradients, however it is reduced."""
+    """Assert that ranks end up with the mean of their gradients, however it is reduced.
+
+    ``sizes`` are those of buckets in bytes.
+    """
     cases = [
         {"dtype": dtype, "wire": wire, "flat": flat, "deferral": kind, "bucket_bytes": size}
         for dtype, wire in (
@@ -122,9 +137,10 @@ def assert_means(
         )
         for flat in (False, True)
         for kind in deferrals
-        for size in (1, 200, 1 << 20)
+        for size in sizes
     ]
-    by_rank = run_on_ranks(num_ranks, reduced_gradients, cases, device, pushes, backend=backend)
+    arguments = cases, device, pushes, num_nodes
+    by_rank = run_on_ranks(num_ranks, reduced_gradients, *arguments, backend=backend)
     for number, case in enumerate(cases):
         first, *others = (results[number] for results in by_rank)
         kind = case["deferral"]

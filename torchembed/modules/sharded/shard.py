@@ -160,7 +160,12 @@ def shard_embeddings(
         for module in model.modules()
     )
     ranks = TableRanks(
-        flat, checked.tables, wire, transport=transport, all_hold_tables=has_other_tables
+        flat,
+        checked.tables,
+        wire,
+        transport=transport,
+        num_nodes=checked.num_nodes,
+        all_hold_tables=has_other_tables,
     )
 
     device = device_of(mesh)
@@ -245,7 +250,9 @@ def _check_memory(
     """
     uses = table_uses(model)
     dense = dense_parameters(model, uses)
-    dense_bytes = _DENSE_COPIES * sum(p.numel() * p.element_size() for p in dense)
+    # Means over several nodes are taken in a copy of the gradients.
+    num_copies = _DENSE_COPIES + (plan.num_nodes > 1)
+    dense_bytes = num_copies * sum(p.numel() * p.element_size() for p in dense)
     if transport is WireTransport.PUSH:
         replicated = [t.table for t in plan.tables if t.placement is Placement.DATA_PARALLEL]
         numbers = sum(uses[name].spec.num_rows * (uses[name].spec.dim + 1) for name in replicated)

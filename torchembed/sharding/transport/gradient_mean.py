@@ -23,6 +23,7 @@ from torchembed.sharding.transport.finished_work import wait_for
 from torchembed.sharding.transport.mean_reduction import Numbers, Reducer, Reduction
 from torchembed.sharding.transport.pushed_mean import PushedMean
 from torchembed.sharding.transport.sparse_mean import average_sparse_gradient
+from torchembed.sharding.transport.two_level_mean import NodeGroups, TwoLevelMean
 from torchembed.sharding.wire import BUCKET_BYTES
 from torchembed.tables import table_of
 
@@ -63,7 +64,9 @@ class GradientMean(LeftBehind):
         parameters: in the order of the model.
         group: without other collectives, so that its own come in one order on all ranks.
         dtype: in which gradients are summed, their own where None; they keep their dtype.
-        push: averages by push; the group's all-reduce is used where it is None.
+        push: averages by push, within one node.
+        nodes: groups like ``group``, by which gradients are averaged in two levels over several
+            nodes. The group's all-reduce is used where this and ``push`` are None.
         bucket_bytes: size from which on a bucket takes no further parameter.
         sparse: those of the parameters whose gradients are sparse; they are averaged after the
             others.
@@ -77,6 +80,7 @@ class GradientMean(LeftBehind):
         *,
         dtype: torch.dtype | None = None,
         push: PushedMean | None = None,
+        nodes: NodeGroups | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         sparse: Iterable[nn.Parameter] = (),
         borrowed: object = None,
@@ -90,7 +94,8 @@ class GradientMean(LeftBehind):
         self._order = self._parameters[::-1]
         self._arrived: dict[Tensor, None] | None = {}
         """Parameters in the order of their gradients in the first backward; None after it."""
-        self._reducer = Reducer(group, dtype, push)
+        two_level = None if nodes is None else TwoLevelMean(nodes)
+        self._reducer = Reducer(group, dtype, push, two_level)
         self._group = group
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes

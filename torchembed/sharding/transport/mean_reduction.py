@@ -10,6 +10,7 @@ from torch import Tensor
 from torchembed.autograd.gradient_slots import FlatSpans
 from torchembed.sharding.transport.finished_work import wait_for
 from torchembed.sharding.transport.pushed_mean import PushedMean
+from torchembed.sharding.transport.two_level_mean import TwoLevelMean, UnfinishedMean
 
 
 class Numbers(NamedTuple):
@@ -25,7 +26,7 @@ class Numbers(NamedTuple):
 class Reduction(NamedTuple):
     """A reduction that was started."""
 
-    work: dist.Work | torch.cuda.Event
+    work: dist.Work | torch.cuda.Event | UnfinishedMean
     memory: list[Tensor]
     """Tensors that are reduced in place, those of ``numbers`` last."""
     gradients: list[Tensor]
@@ -36,7 +37,9 @@ class Reduction(NamedTuple):
     def drop(self) -> None:
         """End it without its results: waits for it on a CPU."""
         # On a GPU it may be of a capture that failed, and not to be waited for.
-        if not (isinstance(self.work, torch.cuda.Event) or self.memory[0].is_cuda):
+        if isinstance(self.work, UnfinishedMean):
+            self.work.drop()
+        elif not (isinstance(self.work, torch.cuda.Event) or self.memory[0].is_cuda):
             wait_for(self.work)
 
 
@@ -46,13 +49,18 @@ class Reducer:
     Args:
         group: without other collectives.
         dtype: in which tensors are summed, their own where None.
-        push: averages by push; the group's all-reduce is used where it is None.
+        push: averages by push, within one node.
+        two_level: averages over several nodes. The group's all-reduce is used where both are None.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, dtype: torch.dtype | None, push: PushedMean | None
+        self,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype | None,
+        push: PushedMean | None,
+        two_level: TwoLevelMean | None = None,
     ) -> None:
-        self._group, self._dtype, self._push = group, dtype, push
+        self._group, self._dtype, self._push, self._two_level = group, dtype, push, two_level
 
     def start(
         self,
@@ -80,6 +88,10 @@ class Reducer:
             numbered = whole if spans is None else [spans, *whole]
             done = self._push.start(numbered, dtype, number)
             return Reduction(done, memory + flats, gradients, numbers)
+        if self._two_level is not None:
+            tensors = memory + flats
+            mean, work = self._two_level.start(tensors, self._dtype or tensors[0].dtype)
+            return Reduction(work, [mean], [*(gradients or memory), *flats], numbers)
         if spans is not None and self._dtype not in (None, spans.flat.dtype):
             # Reduced in another dtype, in a copy, whose mean goes back to the gradients or the
             # spans.
@@ -97,8 +109,8 @@ class Reducer:
     def wait_for(self, reduction: Reduction) -> None:
         """Let the current stream wait for ``reduction``, and copy its results to the gradients."""
         work, memory, gradients, numbers = reduction
-        if isinstance(work, torch.cuda.Event) or memory[0].is_cuda:
-            # Only the current stream waits, not the host.
+        if isinstance(work, torch.cuda.Event | UnfinishedMean) or memory[0].is_cuda:
+            # Only the current stream waits, not the host, but for an unfinished mean on a CPU.
             work.wait()
         else:
             wait_for(work)
@@ -118,5 +130,5 @@ class Reducer:
 
     def _averages(self, device: torch.device) -> bool:
         """True if reductions give the mean, False if they give the sum."""
-        is_pushed = self._push is not None
-        return is_pushed or self._group._get_backend(device).name() == "nccl"
+        sums_elsewhere = self._push is not None or self._two_level is not None
+        return sums_elsewhere or self._group._get_backend(device).name() == "nccl"

@@ -14,19 +14,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchembed.core import ranks
+from torchembed.sharding.transport.two_level_mean import NodeGroups
 
 
 class BorrowedGroups:
-    """Two process groups of a mesh's ranks, lent to one sharded model while this object lives.
+    """Process groups of a mesh's ranks, lent to one sharded model while this object lives.
 
     Attributes:
         gradients: for the dense gradients alone, which are reduced while backward exchanges
             vectors in the mesh's group.
         sizes: on the CPU, for a thread that exchanges sizes ahead of the step.
+        nodes: for the dense gradients as well, in two levels; None on one node.
     """
 
-    def __init__(self, gradients: dist.ProcessGroup, sizes: dist.ProcessGroup) -> None:
-        self.gradients, self.sizes = gradients, sizes
+    def __init__(
+        self, gradients: dist.ProcessGroup, sizes: dist.ProcessGroup, nodes: NodeGroups | None
+    ) -> None:
+        self.gradients, self.sizes, self.nodes = gradients, sizes, nodes
 
 
 class BorrowedGroup:
@@ -71,22 +75,45 @@ def _registry() -> _Registry:
     return _registries.setdefault(dist.group.WORLD, _Registry())
 
 
-def borrow_groups(mesh: DeviceMesh) -> BorrowedGroups:
+def borrow_groups(mesh: DeviceMesh, num_nodes: int = 1) -> BorrowedGroups:
     """Groups of the ranks of a one-dimensional ``mesh`` that no living model uses on any of them,
-    made where there are none. Collective, through the CPU."""
+    made where there are none. Collective, through the CPU.
+
+    Args:
+        num_nodes: on which the ranks are, node by node and equally many on each; of more than one,
+            the mesh holds all processes.
+    """
     group, processes = mesh.get_group(), tuple(mesh.mesh.tolist())
     backends = dist.get_backend_config(group)
 
     def make() -> tuple[dist.ProcessGroup, ...]:
-        of_default = backends == dist.get_backend_config()
-        gradients = _new_group(processes, None if of_default else backends)
-        return gradients, _new_group(processes, "gloo")
+        backend = None if backends == dist.get_backend_config() else backends
+        made = _new_group(processes, backend), _new_group(processes, "gloo")
+        return made if num_nodes == 1 else (*made, *_node_groups(processes, num_nodes, backend))
 
-    lent = _free_or_made((processes, backends), group, make)
-    gradients, sizes = lent.groups
-    groups = BorrowedGroups(gradients, sizes)
+    purpose = backends if num_nodes == 1 else f"{backends} on {num_nodes} nodes"
+    lent = _free_or_made((processes, purpose), group, make)
+    gradients, sizes, *levels = lent.groups
+    groups = BorrowedGroups(gradients, sizes, NodeGroups(*levels) if levels else None)
     lent.borrower = weakref.ref(groups)
     return groups
+
+
+def _node_groups(processes: Sequence[int], num_nodes: int, backend: str | None) -> NodeGroups:
+    """New groups of the node of this process and of its place in the nodes. Collective over all
+    processes, which are those of the nodes."""
+    assert len(processes) == dist.get_world_size()
+    assert len(processes) % num_nodes == 0
+    per_node = len(processes) // num_nodes
+    nodes = [list(processes[n * per_node : (n + 1) * per_node]) for n in range(num_nodes)]
+    places = [list(processes[n::per_node]) for n in range(per_node)]
+    mine = []
+    for groups in (nodes, places):
+        timeout = ranks.default_timeout()
+        found, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout, backend=backend)
+        assert isinstance(found, dist.ProcessGroup)
+        mine.append(found)
+    return NodeGroups(*mine)
 
 
 def borrow_cpu_group(group: dist.ProcessGroup) -> BorrowedGroup:

@@ -78,7 +78,8 @@ class TableRanks:
         sizes_group: another one, on the CPU, for a thread that exchanges sizes ahead.
         wire: the precision in which vectors and gradients are sent.
         push: the GPUs that store into each other's memory; None without push.
-        gradient_mean: averages the model's dense gradients; None before :meth:`average`.
+        gradient_mean: averages the model's dense gradients, on several nodes in two levels; None
+            before :meth:`average`.
         row_gradient_mean: averages gradients of tables that every rank holds, by
             ``gradient_mean``.
         max_over_holders: the maximum over the ranks that hold tables; None where no two ranks
@@ -92,11 +93,13 @@ class TableRanks:
         wire: WirePrecision,
         *,
         transport: WireTransport = WireTransport.COLLECTIVE,
+        num_nodes: int = 1,
         all_hold_tables: bool = False,
     ) -> None:
         """Make or borrow the process groups.
 
         Args:
+            num_nodes: on which the ranks are, node by node.
             all_hold_tables: True if every rank has tables besides those of ``plans``.
 
         Raises:
@@ -105,7 +108,8 @@ class TableRanks:
         self.mesh, self.wire = mesh, wire
         self.group = mesh.get_group()
         members = mesh.mesh.tolist()
-        self._groups = borrow_groups(mesh)
+        # With one rank on each node there is no level within them.
+        self._groups = borrow_groups(mesh, num_nodes if num_nodes < mesh.size() else 1)
         self.gradient_group, self.sizes_group = self._groups.gradients, self._groups.sizes
         self.rank = mesh.get_local_rank()
         self.push: PushDomain | None = None
@@ -146,6 +150,7 @@ class TableRanks:
             self.gradient_group,
             dtype=self.wire.dense,
             push=push,
+            nodes=self._groups.nodes,
             bucket_bytes=bucket_bytes,
             sparse=sparse,
             borrowed=self._groups,
