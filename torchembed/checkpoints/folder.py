@@ -137,11 +137,11 @@ class CheckpointFolder:
                 :meth:`wait` must be called before the process group is destroyed.
 
         Raises:
-            OSError, RuntimeError: where writing fails, on every rank, or another process has the
+            OSError, RuntimeError: if writing fails, on every rank, or another process has the
                 folder, which is named.
-            TimeoutError, ConnectionError: where ranks did not come; names them. This object is of
+            TimeoutError, ConnectionError: if ranks did not come; names them. This object is of
                 no use then: end the run, or make another one on every rank.
-            ValueError: where an optimizer holds parameters that are not the model's, the ranks'
+            ValueError: if an optimizer holds parameters that are not the model's, the ranks'
                 steps or optimizers differ, or ``step`` is negative.
         """
         if step < 0:
@@ -237,9 +237,9 @@ class CheckpointFolder:
             The step, or None if there is no complete checkpoint and ``step`` is None.
 
         Raises:
-            FileNotFoundError: where there is none of ``step``, or a file of it is missing.
+            FileNotFoundError: if there is none of ``step``, or a file of it is missing.
             TimeoutError, ConnectionError: as for :meth:`save`.
-            ValueError: where a file is not as it was written, or the checkpoint is of another model
+            ValueError: if a file is not as it was written, or the checkpoint is of another model
                 or run, with all mismatches. Nothing is changed in either case.
         """
         self.wait()

@@ -41,7 +41,7 @@ class FolderContents:
         """The newest complete checkpoint, or the newest of ``step``; None where there is none.
 
         Raises:
-            FileNotFoundError: where there is none of ``step``.
+            FileNotFoundError: if there is none of ``step``.
         """
         complete = self._complete()
         if step is None:

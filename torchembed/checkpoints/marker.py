@@ -28,7 +28,7 @@ class Marker(NamedTuple):
         """The marker that the file's content describes.
 
         Raises:
-            ValueError: where the content was changed or cut off since it was written.
+            ValueError: if the content was changed or cut off since it was written.
         """
         try:
             fields = from_checked_json(content, is_required=False)

@@ -27,8 +27,8 @@ def write_state(
         what: the action, as "could not ..." goes on.
 
     Raises:
-        OSError: where writing fails here, or ranks do not come, which are named.
-        RuntimeError: where another rank fails, which is named.
+        OSError: if writing fails here, or ranks do not come, which are named.
+        RuntimeError: if another rank fails, which is named.
     """
     planner, is_first = ChunkedSavePlanner(), ranks.rank() == 0
 
@@ -68,8 +68,8 @@ def read_state(
     """Fill the tensors of ``state`` in place and replace its other values; collective.
 
     Raises:
-        OSError: where reading fails here, or ranks do not come, which are named.
-        RuntimeError: where another rank fails, which is named.
+        OSError: if reading fails here, or ranks do not come, which are named.
+        RuntimeError: if another rank fails, which is named.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     is_first = ranks.rank() == 0

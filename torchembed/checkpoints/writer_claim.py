@@ -41,7 +41,7 @@ class WriterClaim:
         """Claim the folder, or make sure that the claim still holds.
 
         Raises:
-            RuntimeError: where another process has the folder; names it.
+            RuntimeError: if another process has the folder; names it.
         """
         written = self._read()
         if self._is_taken and written is not None:

@@ -109,7 +109,7 @@ class SparseFeatures:
 
         Raises:
             TypeError: for a value that is no bag, or an id that is no whole number.
-            ValueError: where features differ in their number of samples, or weights from ids.
+            ValueError: if features differ in their number of samples, or weights from ids.
         """
         if not isinstance(ids, Mapping):
             raise TypeError(
@@ -155,7 +155,7 @@ class SparseFeatures:
         GPU.
 
         Raises:
-            ValueError: where there is no batch, or batches differ in their keys, or some have
+            ValueError: if there is no batch, or batches differ in their keys, or some have
                 weights and some have none.
         """
         return _concatenated(list(batches))
@@ -332,8 +332,8 @@ def as_sparse_features(features: object) -> SparseFeatures:
     """``features`` itself, or the tensors of a ``KeyedJaggedTensor``, taken by its methods.
 
     Raises:
-        TypeError: where ``features`` is neither.
-        ValueError: where the batch size differs from key to key.
+        TypeError: if ``features`` is neither.
+        ValueError: if the batch size differs from key to key.
     """
     if isinstance(features, SparseFeatures):
         return features

@@ -16,7 +16,7 @@ class MixedFeatures:
     between ranks, as its part allows. Collections take it in place of ``SparseFeatures``.
 
     Raises:
-        ValueError: where parts have a key in common, or differ in their number of samples.
+        ValueError: if parts have a key in common, or differ in their number of samples.
     """
 
     parts: tuple[SparseFeatures, ...]
@@ -47,7 +47,7 @@ class MixedFeatures:
         """The parts that have one of ``keys``.
 
         Raises:
-            ValueError: where none has one of them.
+            ValueError: if none has one of them.
         """
         missing = sorted(set(keys).difference(self.keys))
         if missing:

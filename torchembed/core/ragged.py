@@ -24,7 +24,7 @@ def bags_of_features(name: str, features: Mapping[str, Bags]) -> list[list[list[
 
     Raises:
         TypeError: for a feature that is no sequence of bags.
-        ValueError: where features have different numbers of samples.
+        ValueError: if features have different numbers of samples.
     """
     found = {feature: _bags(name, feature, bags) for feature, bags in features.items()}
     sizes = {feature: len(bags) for feature, bags in found.items()}

@@ -74,8 +74,8 @@ def as_batch(item: Any, keys: Sequence[str] | None = None) -> Batch:
         keys: the features of ids ``[B, F]``; ``cat_0``, ``cat_1``, ... where None.
 
     Raises:
-        TypeError: where ``item`` is none of these, or a part of it holds no numbers.
-        ValueError: where the parts differ in their number of samples.
+        TypeError: if ``item`` is none of these, or a part of it holds no numbers.
+        ValueError: if the parts differ in their number of samples.
     """
     if isinstance(item, Batch):
         return item
@@ -198,7 +198,7 @@ def as_probabilities(labels: Tensor) -> Tensor:
     """``labels`` as the log loss takes them: float32.
 
     Raises:
-        ValueError: where one that is on the CPU is not from 0 to 1; on a GPU the check would make
+        ValueError: if one that is on the CPU is not from 0 to 1; on a GPU the check would make
             the host wait.
     """
     if labels.device.type == "cpu":

@@ -227,7 +227,7 @@ def rank_auc(labels: NDArray[np.float32], scores: NDArray[np.float64]) -> float:
     """Area under the ROC curve, ties counted half: Mann-Whitney's statistic.
 
     Raises:
-        ValueError: where ``labels`` are all 0 or all 1.
+        ValueError: if ``labels`` are all 0 or all 1.
     """
     num_clicks = int(labels.sum())
     num_others = len(labels) - num_clicks

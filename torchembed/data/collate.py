@@ -21,7 +21,7 @@ def collate(samples: Sequence[Tree]) -> Tree:
             return Batch(self.dense[index], SparseFeatures.from_dict(bags), self.labels[index])
 
     Raises:
-        ValueError: where samples' features differ in their keys, or some have weights.
+        ValueError: if samples' features differ in their keys, or some have weights.
         TypeError: for what ``default_collate`` does not take.
     """
     kinds = {SparseFeatures: _concatenate, **default_collate_fn_map}

@@ -36,7 +36,7 @@ def text_files(path: DataPath) -> list[DataPath]:
     in others ``day_*`` files are taken before any ``*.txt`` or ``*.tsv``; each may end in ``.gz``.
 
     Raises:
-        FileNotFoundError: where there is no such path, no such file in the folder, or a day between
+        FileNotFoundError: if there is no such path, no such file in the folder, or a day between
             two others is missing.
     """
     if path.is_file():
@@ -79,7 +79,7 @@ class CriteoText(BatchSource):
             then be.
 
     Raises:
-        FileNotFoundError: where the path holds no text file, or a day between two others is
+        FileNotFoundError: if the path holds no text file, or a day between two others is
             missing.
         ImportError: while reading, where polars is not installed.
         ValueError: while reading, for a malformed row or file; names file, row, column and what

@@ -91,7 +91,7 @@ def count_rows(path: DataPath) -> int:
     """Rows of a text file, by one pass over it; remembered until the file changes.
 
     Raises:
-        ValueError: where the file is empty, or a compressed one is cut off or damaged.
+        ValueError: if the file is empty, or a compressed one is cut off or damaged.
     """
     if is_remote(path):
         return _count_rows(path, path.fs.size(path.path), path.fs.ukey(path.path))
@@ -119,7 +119,7 @@ def row_blocks(
     The first ``num_skipped`` rows of all are left out.
 
     Raises:
-        ValueError: where a file is empty, a compressed one is cut off or damaged, or a row does not
+        ValueError: if a file is empty, a compressed one is cut off or damaged, or a row does not
             end.
     """
     block: list[TextRows] = []
@@ -179,7 +179,7 @@ def parse_rows(rows: TextRows, missing_id: int = 0) -> CriteoRows:
         missing_id: the id where there is none, int64.
 
     Raises:
-        ImportError: where polars is not installed.
+        ImportError: if polars is not installed.
         ValueError: names the file, the row (from 1), the column and what came, where a row has not
             40 columns, a label is not 0 or 1, a count is not a decimal integer of at most 15
             digits, or an id is not a hexadecimal one of at most 8 digits.

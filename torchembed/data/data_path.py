@@ -26,7 +26,7 @@ def data_path(path: DataPath | str) -> DataPath:
     passes others. Listings that fsspec has kept of its file system are forgotten.
 
     Raises:
-        ImportError: where a package is missing, which is named.
+        ImportError: if a package is missing, which is named.
         ValueError: for a URL of a protocol that fsspec does not know, or one that was made a
             ``Path``, which takes a slash of it.
     """
@@ -80,7 +80,7 @@ def read_ranges(ranges: Sequence[ByteRange], *, is_exact: bool = True) -> list[b
         is_exact: False where ranges may go past the end of their files, and are cut there.
 
     Raises:
-        ValueError: where other numbers of bytes came.
+        ValueError: if other numbers of bytes came.
     """
     if not ranges:
         return []

@@ -22,9 +22,9 @@ def read_hugectr_keyset(path: str | Path, *, key_dtype: torch.dtype) -> Tensor:
             or ``torch.uint32``, which are taken as their numbers.
 
     Raises:
-        FileNotFoundError: where there is no such file.
+        FileNotFoundError: if there is no such file.
         TypeError: for another dtype.
-        ValueError: where the file's size is that of no number of such keys.
+        ValueError: if the file's size is that of no number of such keys.
     """
     if key_dtype not in _DTYPES:
         raise TypeError(f"key_dtype must be torch.int64 or torch.uint32, got {key_dtype!r}")

@@ -56,7 +56,7 @@ def read_arrays(arrays: Sequence[StoredArray]) -> list[NDArray[Any]]:
     """The elements of arrays, read-only; for those of URLs, all of one file system, at once.
 
     Raises:
-        ValueError: where other numbers of bytes came than the arrays have.
+        ValueError: if other numbers of bytes came than the arrays have.
     """
     remote = [array for array in arrays if isinstance(array, RemoteArray)]
     parts = iter(read_ranges([array.bytes_in_file for array in remote]))

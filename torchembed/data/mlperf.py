@@ -72,7 +72,7 @@ def mlperf_days(folder: DataPath) -> list[DataPath]:
     A day counts where any of its three files is there; empty where the folder has none.
 
     Raises:
-        FileNotFoundError: where a day between two others is missing.
+        FileNotFoundError: if a day between two others is missing.
     """
     matches = (_DAY_FILE.fullmatch(path.name) for path in folder.iterdir())
     days = {folder / match[1] for match in matches if match is not None}
@@ -104,8 +104,8 @@ class MlperfDays(BatchSource):
             then be.
 
     Raises:
-        FileNotFoundError: where the folder has no days, or lacks a day or a file of one.
-        ValueError: where a file is cut off, has other columns, or does not fit the others or
+        FileNotFoundError: if the folder has no days, or lacks a day or a file of one.
+        ValueError: if a file is cut off, has other columns, or does not fit the others or
             ``tables.json``; while reading, where a label is not 0 or 1 or an id is negative. Names
             the file, the row (from 1) and what came.
     """

@@ -22,7 +22,7 @@ def read_tables(folder: DataPath) -> Tables | None:
     """The contents of ``tables.json`` in ``folder``; None where it is not there.
 
     Raises:
-        ValueError: where the file is not a JSON object with 26 positive integers as
+        ValueError: if the file is not a JSON object with 26 positive integers as
             ``table_sizes``, and the same as ``hotness`` if it has that key.
     """
     path = folder / TABLES_FILE

@@ -39,7 +39,7 @@ def open_clicks(
         raw_ids: give the data's own 64-bit ids, see :mod:`torchembed.data.raw_ids`.
 
     Raises:
-        FileNotFoundError: where there is nothing to read.
+        FileNotFoundError: if there is nothing to read.
         ValueError: as the readers do.
     """
     path = data_path(path)

@@ -49,7 +49,7 @@ def parquet_files(path: DataPath) -> list[DataPath]:
     """The ``*.parquet`` files of a folder in order, or the file itself.
 
     Raises:
-        FileNotFoundError: where there are none.
+        FileNotFoundError: if there are none.
     """
     if path.is_file():
         return [path]
@@ -111,8 +111,8 @@ class ParquetClicks(BatchSource):
             then be.
 
     Raises:
-        FileNotFoundError: where there are no files.
-        TypeError: where ``dense`` or ``categorical`` is a string.
+        FileNotFoundError: if there are no files.
+        TypeError: if ``dense`` or ``categorical`` is a string.
         ValueError: for a damaged file, a missing column or one of another type; while reading, for
             a label that is not 0 or 1. Names the file, the column and the row (from 1).
     """

@@ -170,7 +170,7 @@ def choose_rows(
         count_rows: called for no other file than the last, and only where its rows are divided.
 
     Raises:
-        ValueError: where ``held_out`` is out of range, or the split has no rows.
+        ValueError: if ``held_out`` is out of range, or the split has no rows.
     """
     if not 0.0 < held_out < 1.0:
         raise ValueError(f"held_out must be a part of the rows, in (0, 1), got {held_out}")

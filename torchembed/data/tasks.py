@@ -49,8 +49,8 @@ def checked_tasks(tasks: Iterable[Task]) -> tuple[Task, ...]:
     """``tasks`` as a tuple.
 
     Raises:
-        TypeError: where one is no ``Task``.
-        ValueError: where there is none, two have one name, or a mask has the name of a task.
+        TypeError: if one is no ``Task``.
+        ValueError: if there is none, two have one name, or a mask has the name of a task.
     """
     found = tuple(tasks)
     for task in found:
@@ -77,7 +77,7 @@ def task_labels(labels: Tree, tasks: Sequence[Task]) -> dict[str, Tensor]:
         tasks: all of the model.
 
     Raises:
-        TypeError: where it is no mapping of tensors.
+        TypeError: if it is no mapping of tensors.
         ValueError: for a task or mask without labels, labels without a task, and labels of another
             shape; where labels are on the CPU, also for one that is out of the task's range, and
             for masks that are neither 0 nor 1. On a GPU that check would make the host wait.

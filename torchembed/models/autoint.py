@@ -31,7 +31,7 @@ class AutoInt(nn.Module):
         dense_device: device of the parameters other than the tables'.
 
     Raises:
-        TypeError: where ``embedding_bag_collection`` is none.
+        TypeError: if ``embedding_bag_collection`` is none.
         ValueError: for tables of several dims, an ``attention_dim`` that is no multiple of
             ``num_heads``, or no layers.
     """
@@ -84,7 +84,7 @@ class AutoInt(nn.Module):
             ``[B, 1]``.
 
         Raises:
-            ValueError: where the model has dense features and the batch has none.
+            ValueError: if the model has dense features and the batch has none.
         """
         pooled = self.embedding_bag_collection(sparse_features).values()
         attended = self.attention(pooled.unflatten(1, (-1, self._dim))).flatten(1)

@@ -29,7 +29,7 @@ class DCN(nn.Module):
         dense_device: device of the parameters other than the tables'.
 
     Raises:
-        TypeError: where ``embedding_bag_collection`` is none.
+        TypeError: if ``embedding_bag_collection`` is none.
         ValueError: for no layers of the MLP.
     """
 
@@ -65,7 +65,7 @@ class DCN(nn.Module):
             ``[B, 1]``.
 
         Raises:
-            ValueError: where the model has dense features and the batch has none.
+            ValueError: if the model has dense features and the batch has none.
         """
         pooled = self.embedding_bag_collection(sparse_features).values()
         features = beside_dense(dense_features, pooled, self._dense_in_features)

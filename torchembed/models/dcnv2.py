@@ -78,7 +78,7 @@ class DCNv2(nn.Module):
             ``[B, 1]``.
 
         Raises:
-            ValueError: where the model has dense features and the batch has none.
+            ValueError: if the model has dense features and the batch has none.
         """
         pooled = self.embedding_bag_collection(sparse_features).values()
         features = beside_dense(dense_features, pooled, self._dense_in_features)

@@ -29,7 +29,7 @@ class DeepFM(nn.Module):
         dense_device: device of the parameters other than the tables'.
 
     Raises:
-        TypeError: where one is no embedding bag collection.
+        TypeError: if one is no embedding bag collection.
         ValueError: for tables of several dims, a ``linear_collection`` of more than one column, or
             no layers.
     """
@@ -69,7 +69,7 @@ class DeepFM(nn.Module):
             ``[B, 1]``.
 
         Raises:
-            ValueError: where the model has dense features and the batch has none.
+            ValueError: if the model has dense features and the batch has none.
         """
         pooled = self.embedding_bag_collection(sparse_features).values()
         pairs = sum_of_pair_products(pooled.unflatten(1, (-1, self._dim)))

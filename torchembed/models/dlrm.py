@@ -104,7 +104,7 @@ class DLRM(nn.Module):
             ``[B, over_arch_layer_sizes[-1]]``.
 
         Raises:
-            ValueError: where the model has dense features and the batch has none.
+            ValueError: if the model has dense features and the batch has none.
         """
         dense = None
         if self.dense_arch is not None:

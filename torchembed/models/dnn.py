@@ -25,7 +25,7 @@ class DNN(nn.Module):
         dense_device: device of the parameters other than the tables'.
 
     Raises:
-        TypeError: where ``embedding_bag_collection`` is none.
+        TypeError: if ``embedding_bag_collection`` is none.
         ValueError: for no layers.
     """
 
@@ -59,7 +59,7 @@ class DNN(nn.Module):
             ``[B, 1]``.
 
         Raises:
-            ValueError: where the model has dense features and the batch has none.
+            ValueError: if the model has dense features and the batch has none.
         """
         pooled = self.embedding_bag_collection(sparse_features).values()
         return self.logit(self.mlp(beside_dense(dense_features, pooled, self._dense_in_features)))

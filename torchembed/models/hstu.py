@@ -32,7 +32,7 @@ class HSTU(HistoryEncoder):
             as long as those before.
 
     Raises:
-        ValueError: where the heads do not divide D.
+        ValueError: if the heads do not divide D.
     """
 
     is_earlier: Tensor

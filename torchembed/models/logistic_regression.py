@@ -20,7 +20,7 @@ class LogisticRegression(nn.Module):
         dense_device: device of the parameters other than the tables'.
 
     Raises:
-        TypeError: where ``linear_collection`` is no embedding bag collection.
+        TypeError: if ``linear_collection`` is no embedding bag collection.
         ValueError: for tables of more than one column.
     """
 
@@ -55,7 +55,7 @@ class LogisticRegression(nn.Module):
             ``[B, 1]``.
 
         Raises:
-            ValueError: where the model has dense features and the batch has none.
+            ValueError: if the model has dense features and the batch has none.
         """
         weights = self.linear_collection(sparse_features).values()
         logit = weights.sum(dim=1, keepdim=True) + self.bias

@@ -13,7 +13,7 @@ def pooled_dims(embedding_bag_collection: nn.Module) -> list[int]:
     """The width of each feature's pooled vector, in the order of the collection's result.
 
     Raises:
-        TypeError: where it is no embedding bag collection.
+        TypeError: if it is no embedding bag collection.
     """
     configs: Callable[[], Sequence[EmbeddingBagConfig]] | None = getattr(
         embedding_bag_collection, "embedding_bag_configs", None
@@ -30,7 +30,7 @@ def common_dim(embedding_bag_collection: nn.Module) -> int:
     """The width ``D`` that all pooled vectors have.
 
     Raises:
-        TypeError: where it is no embedding bag collection.
+        TypeError: if it is no embedding bag collection.
         ValueError: for tables of several widths.
     """
     dims = sorted(set(pooled_dims(embedding_bag_collection)))
@@ -51,7 +51,7 @@ def checked_dense(dense_features: Tensor | None, dense_in_features: int) -> Tens
     """``dense_features`` of a model that has ``dense_in_features`` of them.
 
     Raises:
-        ValueError: where the batch has none.
+        ValueError: if the batch has none.
     """
     if dense_features is None:
         raise ValueError(f"dense_features must be [B, {dense_in_features}], got None")
@@ -63,7 +63,7 @@ def beside_dense(dense_features: Tensor | None, pooled: Tensor, dense_in_feature
     alone for a model without dense features.
 
     Raises:
-        ValueError: where the model has dense features and the batch has none.
+        ValueError: if the model has dense features and the batch has none.
     """
     if not dense_in_features:
         return pooled

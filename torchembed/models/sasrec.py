@@ -27,7 +27,7 @@ class SASRec(HistoryEncoder):
         dropout: dropout rate, of weights of attention too.
 
     Raises:
-        ValueError: where the heads do not divide D.
+        ValueError: if the heads do not divide D.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ class TaskTowers(nn.Module):
                 for a binary task the logit of their mean, ``log(mean / (1 - mean))``.
 
         Raises:
-            ValueError: where there is not one finite number for each task.
+            ValueError: if there is not one finite number for each task.
         """
         if outputs.keys() != set(self.task_names):
             raise ValueError(
@@ -110,7 +110,7 @@ class TaskTowers(nn.Module):
             A tensor ``[B]`` for each task, by its name.
 
         Raises:
-            ValueError: where the model has dense features and the batch has none.
+            ValueError: if the model has dense features and the batch has none.
         """
         pooled = self.embedding_bag_collection(sparse_features).values()
         x = beside_dense(dense_features, pooled, self._dense_in_features)

@@ -29,7 +29,7 @@ class WideAndDeep(nn.Module):
         dense_device: device of the parameters other than the tables'.
 
     Raises:
-        TypeError: where one is no embedding bag collection.
+        TypeError: if one is no embedding bag collection.
         ValueError: for a ``linear_collection`` of more than one column, or no layers.
     """
 
@@ -67,7 +67,7 @@ class WideAndDeep(nn.Module):
             ``[B, 1]``.
 
         Raises:
-            ValueError: where the model has dense features and the batch has none.
+            ValueError: if the model has dense features and the batch has none.
         """
         pooled = self.embedding_bag_collection(sparse_features).values()
         hidden = self.mlp(beside_dense(dense_features, pooled, self._dense_in_features))

@@ -30,7 +30,7 @@ class XDeepFM(nn.Module):
         dense_device: device of the parameters other than the tables'.
 
     Raises:
-        TypeError: where one is no embedding bag collection.
+        TypeError: if one is no embedding bag collection.
         ValueError: for tables of several dims, a ``linear_collection`` of more than one column, or
             no layers.
     """
@@ -74,7 +74,7 @@ class XDeepFM(nn.Module):
             ``[B, 1]``.
 
         Raises:
-            ValueError: where the model has dense features and the batch has none.
+            ValueError: if the model has dense features and the batch has none.
         """
         pooled = self.embedding_bag_collection(sparse_features).values()
         interactions = self.cin(pooled.unflatten(1, (-1, self._dim)))

@@ -131,7 +131,7 @@ class DenseOptimizer(ReplayedOptimizer):
         """Update every parameter that has a gradient; never synchronizes.
 
         Raises:
-            RuntimeError: where a parameter was moved, cast or replaced since the optimizer was
+            RuntimeError: if a parameter was moved, cast or replaced since the optimizer was
                 made.
         """
         loss = None
@@ -186,7 +186,7 @@ class DenseOptimizer(ReplayedOptimizer):
         one of ``torch.optim`` has none, masters become the parameters.
 
         Raises:
-            ValueError: where parameter groups, state names or shapes do not match, or the state is
+            ValueError: if parameter groups, state names or shapes do not match, or the state is
                 of another rule, as AdamW's; nothing is changed then.
         """
         for group in state_dict["param_groups"]:

@@ -126,7 +126,7 @@ class FlatParameters:
         Elements that equal those of ``master``, rounded, keep the digits that rounding dropped.
 
         Raises:
-            RuntimeError: where a parameter has other memory than this object gave it, or another
+            RuntimeError: if a parameter has other memory than this object gave it, or another
                 dtype or device.
         """
         addresses = [parameter.data_ptr() for parameter in self.parameters]

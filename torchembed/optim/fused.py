@@ -99,9 +99,9 @@ class FusedOptimizer(ReplayedOptimizer):
         """Let the tables of the parameter groups from ``first`` on be updated by this optimizer.
 
         Raises:
-            TypeError: where a parameter is no table's weight, or float64; no table is taken over
+            TypeError: if a parameter is no table's weight, or float64; no table is taken over
                 then.
-            RuntimeError: where a table has gradients that another optimizer should apply; likewise.
+            RuntimeError: if a table has gradients that another optimizer should apply; likewise.
         """
         new_groups = list(enumerate(self.param_groups))[first:]
         tables = [(_table(p), index) for index, group in new_groups for p in group["params"]]
@@ -208,7 +208,7 @@ class FusedOptimizer(ReplayedOptimizer):
         """Apply and discard all gradients recorded since the last step; never synchronizes.
 
         Raises:
-            RuntimeError: where a table belongs to another optimizer by now, where its
+            RuntimeError: if a table belongs to another optimizer by now, where its
                 ``weight.grad`` is set, by a backward from before this optimizer took it over, or
                 where its gradients are on their way over ranks, within ``DeferredWeightGradients``,
                 or where ``fully_shard`` has taken its rows.
@@ -347,7 +347,7 @@ class FusedOptimizer(ReplayedOptimizer):
         """Copy hyperparameters and every table's state from ``state_dict``, in place.
 
         Raises:
-            ValueError: where parameter groups, state names or shapes do not match; nothing is
+            ValueError: if parameter groups, state names or shapes do not match; nothing is
                 changed then.
             TypeError: for tables on disk; likewise.
         """

@@ -57,7 +57,7 @@ class GradScaler(torch.amp.GradScaler):
         """Update the scale, as torch's scaler does; collective where several processes train.
 
         Raises:
-            RuntimeError: where no optimizer was stepped by :meth:`step` since the last call.
+            RuntimeError: if no optimizer was stepped by :meth:`step` since the last call.
         """
         if not self.is_enabled() or new_scale is not None:
             super().update(new_scale)

@@ -101,7 +101,7 @@ class JointOptimizer(torch.optim.Optimizer):
         """Copy hyperparameters and state from ``state_dict``, in place.
 
         Raises:
-            ValueError: where parameter groups, state names or shapes do not match. Where only those
+            ValueError: if parameter groups, state names or shapes do not match. Where only those
                 of the dense part do not, the tables' state has been loaded.
         """
         if len(state_dict["param_groups"]) != len(self.param_groups):

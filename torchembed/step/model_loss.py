@@ -92,7 +92,7 @@ def convert_batch(item: object, loss_fn: LossFunction | None) -> Tree:
     """A batch that was read in the form that the model and ``loss_fn`` are called for.
 
     Raises:
-        TypeError, ValueError: where ``loss_fn`` cannot be called for it.
+        TypeError, ValueError: if ``loss_fn`` cannot be called for it.
     """
     if loss_fn is None or isinstance(loss_fn, BatchLoss):
         return item
@@ -128,7 +128,7 @@ def loss_and_output(
     its loss.
 
     Raises:
-        TypeError, ValueError: where the model or ``loss_fn`` gives no loss.
+        TypeError, ValueError: if the model or ``loss_fn`` gives no loss.
     """
     with autocast:
         if loss_fn is None:

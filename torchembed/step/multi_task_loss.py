@@ -39,8 +39,8 @@ class MultiTaskLoss:
             weights: of samples, ``[B]`` or ``[B, 1]``.
 
         Raises:
-            TypeError: where the output is no mapping.
-            ValueError: where it has none for a task, or one of another shape.
+            TypeError: if the output is no mapping.
+            ValueError: if it has none for a task, or one of another shape.
         """
         losses = self.by_task(output, labels, weights)
         return torch.stack([task.weight * losses[task.name] for task in self.tasks]).sum()
@@ -61,8 +61,8 @@ def task_output(output: Tree, task: Task, labels: Tensor) -> Tensor:
     """The output of a model for a task, float32 ``[B]`` as its labels.
 
     Raises:
-        TypeError: where ``output`` is no mapping.
-        ValueError: where it has none for the task, or one of another shape.
+        TypeError: if ``output`` is no mapping.
+        ValueError: if it has none for the task, or one of another shape.
     """
     if not isinstance(output, Mapping):
         raise TypeError(

@@ -237,9 +237,9 @@ class TrainPipeline:
         Raises:
             StopIteration: after the last batch.
             IndexError: for a bad id of this batch on the CPU, of an earlier one on a GPU.
-            TimeoutError: where the device has not finished a step in ``timeout_seconds``. One of
+            TimeoutError: if the device has not finished a step in ``timeout_seconds``. One of
                 several ranks then ends soon, also where closing it hangs.
-            RuntimeError: where another pipeline has prepared a batch for the same dynamic tables.
+            RuntimeError: if another pipeline has prepared a batch for the same dynamic tables.
             Exception: what reading a batch raised, once those before it are trained; of several
                 ranks at the next call, since the others may wait for this one to read.
         """
@@ -344,7 +344,7 @@ class TrainPipeline:
         for it; one in that form is returned as it is.
 
         Raises:
-            TypeError, ValueError: where it is no batch for this loss function; says what would be.
+            TypeError, ValueError: if it is no batch for this loss function; says what would be.
         """
         return convert_batch(item, self.loss_fn)
 

@@ -125,7 +125,7 @@ class StepResult:
         on his device.
 
         Raises:
-            RuntimeError: where it is read first when a further step has written to its memory.
+            RuntimeError: if it is read first when a further step has written to its memory.
         """
         if "batch" not in self._found:
             self._found["batch"] = self._copied("batch", self._outputs.batch)

@@ -53,7 +53,7 @@ class StepsInFlight:
 
         Raises:
             IndexError: for a bad id of a step that is done; further steps are left.
-            TimeoutError: where a step takes too long, or a GPU waited in vain for another one. One
+            TimeoutError: if a step takes too long, or a GPU waited in vain for another one. One
                 of several ranks then ends soon.
         """
         while len(self._steps) > count:

@@ -87,8 +87,8 @@ def group_weight(group: TableGroup, weight: Tensor | None = None) -> GroupWeight
     and get the gradients; of several tables they are copied into one for each call.
 
     Raises:
-        ValueError: where such a tensor has another shape than its table.
-        RuntimeError: where gradients would have to be recorded and cannot be: inside a transform of
+        ValueError: if such a tensor has another shape than its table.
+        RuntimeError: if gradients would have to be recorded and cannot be: inside a transform of
             ``torch.func``, or where others of the group's tables hold such tensors.
     """
     weight = group.weight if weight is None else weight

@@ -66,7 +66,7 @@ class JoinedGroup(TableGroup):
         """Let ``group`` be updated by itself from now on; its rows and state stay where they are.
 
         Raises:
-            RuntimeError: where gradients of a lookup of several tables are pending.
+            RuntimeError: if gradients of a lookup of several tables are pending.
         """
         self.check_nothing_pending()
         self._leave(group)
@@ -149,7 +149,7 @@ class JoinedGroup(TableGroup):
         Members without any, where others have some, are updated apart from them from now on.
 
         Raises:
-            RuntimeError: where that begins while a step is captured, whose repetition would not
+            RuntimeError: if that begins while a step is captured, whose repetition would not
                 follow.
         """
         if self.num_awaited or any(group.num_awaited for group in self.members):
@@ -202,7 +202,7 @@ def joined_where_whole(groups: Collection[TableGroup]) -> list[TableGroup]:
     """``groups`` with joined groups in place of their members, where all of these are among them.
 
     Raises:
-        RuntimeError: where gradients of a lookup of several tables are pending, and only some of
+        RuntimeError: if gradients of a lookup of several tables are pending, and only some of
             these are among ``groups``.
     """
     found: dict[TableGroup, None] = {}

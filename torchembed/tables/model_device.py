@@ -11,7 +11,7 @@ def model_device(model: nn.Module) -> torch.device:
     its cache.
 
     Raises:
-        StopIteration: where it has no parameter.
+        StopIteration: if it has no parameter.
     """
     parameter = next(model.parameters())
     table = table_of(parameter)

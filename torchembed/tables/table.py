@@ -299,7 +299,7 @@ def check_own_rows(table: Table | None, parameter: Tensor) -> None:
     """Check that ``parameter`` may become the rows of ``table``.
 
     Raises:
-        ValueError: where it is that of another table, and one of both is dynamic: each would give
+        ValueError: if it is that of another table, and one of both is dynamic: each would give
             the same rows to its own ids.
     """
     other = table_of(parameter)

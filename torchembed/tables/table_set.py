@@ -178,7 +178,7 @@ class TableSet:
 
         Raises:
             ValueError: for a parameter of another shape than its table; nothing is changed then.
-            RuntimeError: where gradients are pending in a group that changes; likewise.
+            RuntimeError: if gradients are pending in a group that changes; likewise.
         """
         current = {tuple(map(id, group.tables)): group for group in self.groups}
         formed: list[tuple[list[Table], TableGroup | None]] = []

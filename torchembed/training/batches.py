@@ -99,10 +99,10 @@ def in_step(
         convert: gives the batch of what was read.
 
     Raises:
-        ValueError: where the ranks' first batches differ in features or dense columns; or a rank
+        ValueError: if the ranks' first batches differ in features or dense columns; or a rank
             has fewer than others of batches of which no empty one can be made, since they are not
             ``(dense, sparse, labels)``.
-        RuntimeError: where the process group cannot carry CPU tensors.
+        RuntimeError: if the process group cannot carry CPU tensors.
     """
     check_cpu_backend()
     epochs = batches if isinstance(batches, Epochs) else None

@@ -94,7 +94,7 @@ class DiskReadAhead:
                 sharded table ids of all ranks; each reads its own.
 
         Raises:
-            TypeError: where ``ids`` is no tensor of these dtypes.
+            TypeError: if ``ids`` is no tensor of these dtypes.
             ValueError: for a name that no table on disk has here, and ids on another device.
             IndexError: for an id that a static table does not have.
         """
@@ -118,8 +118,8 @@ class DiskReadAhead:
         trained, or will not be.
 
         Raises:
-            TypeError: where ``number`` is no int.
-            ValueError: where no announcement has it.
+            TypeError: if ``number`` is no int.
+            ValueError: if no announcement has it.
         """
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"number must be an int, as announcing gave it, got {number!r}")

@@ -99,10 +99,10 @@ def evaluate(
             is None.
 
     Raises:
-        FloatingPointError: where an output is not finite.
+        FloatingPointError: if an output is not finite.
         TypeError: for batches of another form, where ``predictions`` gives no two tensors, and
             where outputs or labels of tasks are no mappings.
-        ValueError: where there is no row, a label of a click is neither 0 nor 1, or there is not
+        ValueError: if there is no row, a label of a click is neither 0 nor 1, or there is not
             one output for each label; for a task without outputs or labels, and for labels of an
             unknown task.
     """

@@ -77,7 +77,7 @@ class History:
         was added.
 
         Raises:
-            FloatingPointError: where the loss of a point is not finite.
+            FloatingPointError: if the loss of a point is not finite.
         """
         self.num_steps += 1
         weighted = loss.detach().float() * batch_size
@@ -102,7 +102,7 @@ class History:
         Every rank must call it.
 
         Raises:
-            FloatingPointError: where a loss is not finite.
+            FloatingPointError: if a loss is not finite.
         """
         was_any = bool(self._readings)
         while self._readings:
@@ -115,7 +115,7 @@ class History:
         Every rank must call it.
 
         Raises:
-            FloatingPointError: where a loss is not finite.
+            FloatingPointError: if a loss is not finite.
         """
         if self._unread_steps:
             self._begin_reading()

@@ -28,7 +28,7 @@ class MetricsWriter:
             last line, are removed.
 
     Raises:
-        ImportError: where ``tensorboard`` is asked for and not installed.
+        ImportError: if ``tensorboard`` is asked for and not installed.
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool = False, after_step: int = 0) -> None:

@@ -63,8 +63,8 @@ class ModelPublisher:
         flush_timeout_seconds: how long a call waits for what the call before has sent.
 
     Raises:
-        ConnectionError: where no broker answers in time.
-        ValueError: where ``is_deployed``, as :meth:`publish`.
+        ConnectionError: if no broker answers in time.
+        ValueError: if ``is_deployed``, as :meth:`publish`.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class ModelPublisher:
         Raises:
             ValueError: for a lesser version, a dynamic table without a ``deletion_log``, or a table
                 whose columns are divided over ranks.
-            TimeoutError: where brokers do not take messages in time.
-            DeliveryError: where they refused messages for good; the next call is whole.
-            RuntimeError: where one of these was raised on another rank.
+            TimeoutError: if brokers do not take messages in time.
+            DeliveryError: if they refused messages for good; the next call is whole.
+            RuntimeError: if one of these was raised on another rank.
         """
         what = f"publish version {version} of {self.name}"
         raise_on_all_ranks(lambda: self._settle(version), what)
@@ -119,8 +119,8 @@ class ModelPublisher:
         """Return once brokers have all that was published from this rank.
 
         Raises:
-            TimeoutError: where they have not in time; what is left is sent on.
-            DeliveryError: where they refused some of it for good; the next call of :meth:`publish`
+            TimeoutError: if they have not in time; what is left is sent on.
+            DeliveryError: if they refused some of it for good; the next call of :meth:`publish`
                 is whole.
         """
         try:

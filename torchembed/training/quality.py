@@ -76,8 +76,8 @@ def click_quality(logits: Tensor, labels: Tensor) -> Evaluation:
     """Compute AUC and log loss of ``logits [N]`` for ``labels [N]`` in float64, on one process.
 
     Raises:
-        FloatingPointError: where a logit is not finite.
-        ValueError: where there is no row, or a label is neither 0 nor 1.
+        FloatingPointError: if a logit is not finite.
+        ValueError: if there is no row, or a label is neither 0 nor 1.
     """
     from torchmetrics.functional.classification import binary_auroc
 
@@ -95,8 +95,8 @@ def regression_quality(predictions: Tensor, labels: Tensor) -> RegressionEvaluat
     """Compute mean squared error and R² of ``predictions [N]`` for ``labels [N]`` in float64.
 
     Raises:
-        FloatingPointError: where a prediction is not finite.
-        ValueError: where there is no row, or a label is not finite.
+        FloatingPointError: if a prediction is not finite.
+        ValueError: if there is no row, or a label is not finite.
     """
     _check_finite(predictions, "predictions")
     if not labels.isfinite().all():

@@ -57,7 +57,7 @@ def ranking_quality(ranks_of_targets: Tensor, ks: Sequence[int]) -> RankingEvalu
         ks: numbers of first items, each at least 1.
 
     Raises:
-        ValueError: where a k is below 1, or there is no user on any rank.
+        ValueError: if a k is below 1, or there is no user on any rank.
     """
     if not ks or min(ks) < 1:
         raise ValueError(f"ks must be at least one number, each at least 1, got {list(ks)}")

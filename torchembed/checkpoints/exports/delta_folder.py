@@ -84,7 +84,7 @@ class DeltaFolder:
         Raises:
             ValueError: for a number whose predecessor is not there, and for dynamic tables without
                 a ``deletion_log``, or whose columns are divided over ranks.
-            OSError: where writing fails.
+            OSError: if writing fails.
         """
         what = f"export number {number} to {self.path}"
         partial = self.path / f"{number:06d}.partial"

@@ -55,8 +55,8 @@ def load_deltas(model: nn.Module, path: str | Path, *, after: int | None = None)
         row, since those of greater scores fill a table.
 
     Raises:
-        FileNotFoundError: where there is no export, or one that is needed is missing.
-        ValueError: where a file is not as it was written, or a name, shape or dtype is not the
+        FileNotFoundError: if there is no export, or one that is needed is missing.
+        ValueError: if a file is not as it was written, or a name, shape or dtype is not the
             model's.
     """
     path, what = local_folder(path), f"load the exports in {path}"
@@ -75,7 +75,7 @@ def _exports_to_read(path: Path, after: int | None) -> list[Description]:
     """The exports to read, in order; none where the last one is ``after``.
 
     Raises:
-        FileNotFoundError: where there is none, or one that is needed is missing.
+        FileNotFoundError: if there is none, or one that is needed is missing.
     """
     there = numbers_in(path)
     if not there or (after is not None and there[-1] < after):

@@ -60,9 +60,9 @@ def export_safetensors(
             holds nothing.
 
     Raises:
-        FileExistsError: where ``path`` is there, or holds anything behind a URL.
+        FileExistsError: if ``path`` is there, or holds anything behind a URL.
         ValueError: for a tensor of a dtype that the format does not know.
-        OSError: where writing fails.
+        OSError: if writing fails.
     """
     what = f"export the model to {path}"
     if max_file_bytes < 1:

@@ -23,7 +23,7 @@ def from_checked_json(content: bytes, *, is_required: bool = True) -> Any:
         is_required: False takes content without a checksum as well, unchecked.
 
     Raises:
-        ValueError: where ``content`` is no JSON, or not what the checksum is of.
+        ValueError: if ``content`` is no JSON, or not what the checksum is of.
     """
     found = _WITH_CHECKSUM.fullmatch(content)
     if found is not None:

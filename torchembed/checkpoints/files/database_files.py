@@ -19,7 +19,7 @@ def put_database(storage: Storage, source: Path, path: str) -> None:
     are on one file system, else by copying.
 
     Raises:
-        OSError: where files cannot be written.
+        OSError: if files cannot be written.
     """
     if not (storage.is_local and _is_renamed(source, path)):
         for file in _files_in(source):

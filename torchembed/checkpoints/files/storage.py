@@ -73,7 +73,7 @@ class Storage(FileSystemBase):
         """Names of the files and folders in the root; none where the root does not exist yet.
 
         Raises:
-            NotADirectoryError: where the root is a file.
+            NotADirectoryError: if the root is a file.
         """
         # fsspec may answer from a listing that it has kept, but other processes write there too.
         self._fs.invalidate_cache()
@@ -96,7 +96,7 @@ class Storage(FileSystemBase):
         """Size of a file.
 
         Raises:
-            FileNotFoundError: where there is none.
+            FileNotFoundError: if there is none.
         """
         self._fs.invalidate_cache()
         return self._fs.size(path)

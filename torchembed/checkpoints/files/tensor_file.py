@@ -79,8 +79,8 @@ def open_safetensors(path: str | Path) -> dict[str, Tensor]:
             between several, ``model.safetensors.index.json``; or its URL, which fsspec knows.
 
     Raises:
-        FileNotFoundError: where there is none, or, behind a URL, the index of several is missing.
-        ValueError: where a file is cut off or of another format.
+        FileNotFoundError: if there is none, or, behind a URL, the index of several is missing.
+        ValueError: if a file is cut off or of another format.
     """
     if "://" in str(path):
         storage = Storage(path)
@@ -117,7 +117,7 @@ def read_header(file: IO[bytes], num_bytes: int, path: str | Path) -> dict[str, 
         path: names the file in errors.
 
     Raises:
-        ValueError: where the file is cut off or of another format.
+        ValueError: if the file is cut off or of another format.
     """
     num_header_bytes = int.from_bytes(file.read(8), "little")
     # At most the file itself: a damaged length may be any number of 64 bits.

@@ -82,8 +82,8 @@ def open_dynamicemb_rows(
         chunk_bytes: of a chunk's tensors, at most, unless a row is larger.
 
     Raises:
-        FileNotFoundError: where there is no such table, or a file of a rank is missing.
-        ValueError: where there are files of several numbers of ranks; the sizes of files do not fit
+        FileNotFoundError: if there is no such table, or a file of a rank is missing.
+        ValueError: if there are files of several numbers of ranks; the sizes of files do not fit
             together; the optimizer is one that torchembed does not have; ``score_column`` is
             missing or there is no such column; or a key stands there more than once.
     """
@@ -166,8 +166,8 @@ def _files(
     """Paths of a table's files by item, in the order of the ranks that wrote them.
 
     Raises:
-        FileNotFoundError: where one is missing, also of an optional item that other ranks have.
-        ValueError: where there are files of several numbers of ranks.
+        FileNotFoundError: if one is missing, also of an optional item that other ranks have.
+        ValueError: if there are files of several numbers of ranks.
     """
     names = storage.names()
     found = [match for match in map(_FILE.fullmatch, names) if match is not None]
@@ -239,7 +239,7 @@ def _greatest_age(
     """The greatest of all ages; 0 where there are no rows.
 
     Raises:
-        ValueError: where one is negative.
+        ValueError: if one is negative.
     """
     greatest = 0
     for part in parts:

@@ -38,8 +38,8 @@ def open_hugectr_rows(
         chunk_bytes: of a chunk's tensors, at most, unless a row is larger.
 
     Raises:
-        FileNotFoundError: where a folder lacks one of the files.
-        ValueError: where the sizes of files do not fit together, keys are of 32 bits, or a key
+        FileNotFoundError: if a folder lacks one of the files.
+        ValueError: if the sizes of files do not fit together, keys are of 32 bits, or a key
             stands there more than once.
     """
     if embedding_dim < 1:

@@ -63,7 +63,7 @@ def managed_collision_rows(
         chunk_bytes: of a chunk's tensors, at most, unless a row is larger.
 
     Raises:
-        ValueError: where the buffers are missing, do not fit together or name rows that ``weight``
+        ValueError: if the buffers are missing, do not fit together or name rows that ``weight``
             does not have, or an id stands there more than once.
     """
     if chunk_bytes < 1:
@@ -146,7 +146,7 @@ def _buffer(
     """A buffer of integers as int64 ``[Z]`` on the CPU.
 
     Raises:
-        ValueError: where there is none, or it is not ``[Z]`` or ``[Z, 1]`` for ``length`` Z.
+        ValueError: if there is none, or it is not ``[Z]`` or ``[Z, 1]`` for ``length`` Z.
     """
     if prefix + name not in state:
         raise ValueError(f"state must hold {name} under prefix {prefix!r}, and does not")

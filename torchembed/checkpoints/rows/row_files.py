@@ -58,7 +58,7 @@ def columns_of(storage: Storage, path: str, forms: Mapping[str, ColumnForm]) -> 
     """Places of a file's columns, as its header gives them.
 
     Raises:
-        ValueError: where the file is cut off, its columns have other dtypes or shapes than
+        ValueError: if the file is cut off, its columns have other dtypes or shapes than
             ``forms``, or other numbers of rows than its keys.
     """
     with storage.create_stream(path, "rb") as stream:
@@ -162,7 +162,7 @@ def _tensors_of(chunk: RowChunk) -> dict[str, Tensor]:
     """The columns of a chunk by name.
 
     Raises:
-        ValueError: where they are not as :class:`RowChunk` says.
+        ValueError: if they are not as :class:`RowChunk` says.
     """
     numbers = {"keys": chunk.keys, "scores": chunk.scores, "touched": chunk.touched}
     tensors = {name: tensor for name, tensor in numbers.items() if tensor is not None}

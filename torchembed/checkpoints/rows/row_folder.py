@@ -42,7 +42,7 @@ class FolderIndex(NamedTuple):
         """The index that the file's content describes.
 
         Raises:
-            ValueError: where the content was changed or cut off since it was written.
+            ValueError: if the content was changed or cut off since it was written.
         """
         try:
             fields = from_checked_json(content)
@@ -73,8 +73,8 @@ def export_rows(
             writes them.
 
     Raises:
-        FileExistsError: where ``path`` holds anything else.
-        OSError: where writing fails.
+        FileExistsError: if ``path`` holds anything else.
+        OSError: if writing fails.
         ValueError: for chunks that differ in their columns or are not as :class:`RowChunk` says,
             and where no rank gives a chunk, though it had no rows.
     """
@@ -112,7 +112,7 @@ def _clear(storage: Storage) -> None:
     """Remove what an export left that did not come to its end.
 
     Raises:
-        FileExistsError: where there is anything else.
+        FileExistsError: if there is anything else.
     """
     names = storage.names()
     foreign = [name for name in names if not _OURS.fullmatch(name)]
@@ -150,8 +150,8 @@ def open_rows(path: str | Path, *, chunk_bytes: int = CHUNK_BYTES) -> RowSource:
         chunk_bytes: of a chunk's tensors, at most, unless a row is larger.
 
     Raises:
-        FileNotFoundError: where there is no finished folder, or a file is missing.
-        ValueError: where a file is not as it was written, and names it; or a key stands there more
+        FileNotFoundError: if there is no finished folder, or a file is missing.
+        ValueError: if a file is not as it was written, and names it; or a key stands there more
             than once.
     """
     storage = Storage(path)

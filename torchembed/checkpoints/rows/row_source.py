@@ -61,8 +61,8 @@ def raw_column(
     """The column that a whole file is, but for the first ``offset`` bytes.
 
     Raises:
-        FileNotFoundError: where there is no such file.
-        ValueError: where its size is not that of a number of rows.
+        FileNotFoundError: if there is no such file.
+        ValueError: if its size is not that of a number of rows.
     """
     num_bytes = storage.num_bytes(path) - offset
     column = Column(storage, path, 0, dtype, shape, offset)
@@ -100,7 +100,7 @@ def check_columns(parts: Sequence[Columns], what: str, chunk_bytes: int) -> int:
         The number of rows of all parts.
 
     Raises:
-        ValueError: where lengths differ, or a key stands there more than once.
+        ValueError: if lengths differ, or a key stands there more than once.
     """
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")

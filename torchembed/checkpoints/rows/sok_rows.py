@@ -82,7 +82,7 @@ def open_sok_rows(
         chunk_bytes: of a chunk's tensors, at most, unless a row is larger.
 
     Raises:
-        FileNotFoundError: where a file is missing.
+        FileNotFoundError: if a file is missing.
         ValueError: for another optimizer; where a file is of another kind or dtype than its name
             says, sizes do not fit together, or a key stands there more than once.
     """

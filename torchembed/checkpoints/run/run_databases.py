@@ -57,7 +57,7 @@ class RunDatabases:
         """Move them into the folder ``path`` of a checkpoint.
 
         Raises:
-            OSError: where files cannot be written.
+            OSError: if files cannot be written.
         """
         while self._folders:
             name, folder = next(iter(self._folders.items()))

@@ -81,7 +81,7 @@ def load_state(run: TrainingRun, saved: SavedState) -> dict[str, int]:
         scores filled it; without those that lack none.
 
     Raises:
-        ValueError: where names, shapes, dtypes, policies or kinds differ, all of them named;
+        ValueError: if names, shapes, dtypes, policies or kinds differ, all of them named;
             nothing is changed then.
     """
     what, group = saved.what, saved.group

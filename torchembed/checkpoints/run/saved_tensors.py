@@ -63,7 +63,7 @@ class SavedTensors:
         """Some consecutive rows of a tensor, and of these some columns, or all; on the CPU.
 
         Raises:
-            OSError: where a file cannot be read.
+            OSError: if a file cannot be read.
         """
         if name in self.databases:
             return self.databases.rows(name, rows, columns, self.rows)

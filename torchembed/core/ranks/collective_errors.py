@@ -18,7 +18,7 @@ def raise_on_all_ranks(action: Callable[[], T], what: str, group: CpuGroup | Non
 
     Raises:
         Exception: the action's own where it failed here.
-        RuntimeError: where it failed on another rank, which it names.
+        RuntimeError: if it failed on another rank, which it names.
         TimeoutError, ConnectionError: of ``group``, where ranks did not come, which it names.
     """
     result, error = None, None

@@ -57,7 +57,7 @@ class CpuGroup:
         """Every rank's ``item``, in the order of the ranks; on every rank.
 
         Raises:
-            TimeoutError, ConnectionError: where ranks did not come, as failing to do ``what``.
+            TimeoutError, ConnectionError: if ranks did not come, as failing to do ``what``.
         """
         if self._group is None:
             return [item]

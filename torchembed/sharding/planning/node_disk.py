@@ -60,7 +60,7 @@ class NodeDisk:
         """This disk with the capacity that this process finds where none is given.
 
         Raises:
-            FileNotFoundError: where the folder that is to hold ``path`` is missing.
+            FileNotFoundError: if the folder that is to hold ``path`` is missing.
         """
         if not self.is_unknown:
             return self
@@ -70,7 +70,7 @@ class NodeDisk:
         """``DISK_SHARE`` of the bytes that the file system of ``path`` has free now.
 
         Raises:
-            FileNotFoundError: where the folder that is to hold ``path`` is missing.
+            FileNotFoundError: if the folder that is to hold ``path`` is missing.
         """
         assert self.path is not None
         path = Path(self.path).absolute()
@@ -90,8 +90,8 @@ def known_on_all(disk: NodeDisk, group: dist.ProcessGroup | None, ranks_per_node
     Collective where the capacity is not given.
 
     Raises:
-        OSError: where this rank cannot tell what is free.
-        RuntimeError: where another one cannot.
+        OSError: if this rank cannot tell what is free.
+        RuntimeError: if another one cannot.
     """
     if not disk.is_unknown:
         return disk

@@ -93,7 +93,7 @@ def table_options(
             the devices; None: its rows are where its config says.
 
     Raises:
-        ValueError: where ``constraint`` leaves none, or does not fit the table or the topology, or
+        ValueError: if ``constraint`` leaves none, or does not fit the table or the topology, or
             names replicas of a dynamic table.
     """
     topology = model.topology

@@ -160,7 +160,7 @@ class ShardingPlan:
         """The plan that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: where ``text`` is none; says what is wrong in it.
+            ValueError: if ``text`` is none; says what is wrong in it.
         """
         try:
             data = json.loads(text)

@@ -142,7 +142,7 @@ class Planner:
         Raises:
             ValueError: for a constraint, hotness or distinct ids of an unknown table or feature,
                 for a constraint that leaves no placement, and for tables that do not fit.
-            FileNotFoundError: where the folder that is to hold that of the topology's disk is
+            FileNotFoundError: if the folder that is to hold that of the topology's disk is
                 missing, and the disk has no capacity.
         """
         topology = topology or self.topology

@@ -21,7 +21,7 @@ def storage_from(entries: object) -> Storage | None:
     """The storage that :func:`storage_entries` wrote.
 
     Raises:
-        TypeError, ValueError: where ``entries`` are none.
+        TypeError, ValueError: if ``entries`` are none.
     """
     if entries is None:
         return None

@@ -58,9 +58,9 @@ def agree_on_batch(
 
     Raises:
         Exception: ``kind`` itself, where it is one.
-        RuntimeError: where another rank has an error, which is named with the rank; where ranks do
+        RuntimeError: if another rank has an error, which is named with the rank; where ranks do
             not come.
-        ValueError: where ranks look up different tables, or differ in weights.
+        ValueError: if ranks look up different tables, or differ in weights.
     """
     # A rank with an error takes part too: had it raised already, the others would wait for it.
     has_failed = isinstance(kind, Exception)

@@ -204,7 +204,7 @@ def symmetric_memory(
     Collective; waits for the GPU and for the other ranks.
 
     Raises:
-        RuntimeError: where torch cannot allocate it, or a CUDA graph is being captured.
+        RuntimeError: if torch cannot allocate it, or a CUDA graph is being captured.
     """
     from torch._C._distributed_c10d import _SymmetricMemory
 

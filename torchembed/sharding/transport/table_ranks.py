@@ -49,7 +49,7 @@ def _mesh_of(processes: Sequence[int], mesh: DeviceMesh) -> DeviceMesh | None:
     """A one-dimensional mesh of some processes of ``mesh``, None on the others. Collective.
 
     Raises:
-        ValueError: where ``mesh`` has a part of all processes only.
+        ValueError: if ``mesh`` has a part of all processes only.
     """
     # new_group is collective over all processes, those outside the mesh included.
     if mesh.size() < dist.get_world_size():
@@ -103,7 +103,7 @@ class TableRanks:
             all_hold_tables: True if every rank has tables besides those of ``plans``.
 
         Raises:
-            ValueError: where ``transport`` cannot be used between the GPUs of the ranks.
+            ValueError: if ``transport`` cannot be used between the GPUs of the ranks.
         """
         self.mesh, self.wire = mesh, wire
         self.group = mesh.get_group()

@@ -41,7 +41,7 @@ def part_at(batch: Tree, steps: Sequence[str]) -> object:
     """The part of ``batch`` at ``steps``.
 
     Raises:
-        LookupError, AttributeError: where there is none.
+        LookupError, AttributeError: if there is none.
     """
     part = batch
     for step in steps:

@@ -87,7 +87,7 @@ class PaddedParts:
         num_read: number of batches that :meth:`padded` was called for.
 
     Raises:
-        TypeError, ValueError: where ``pad`` is no mapping from paths to values.
+        TypeError, ValueError: if ``pad`` is no mapping from paths to values.
     """
 
     def __init__(self, pad: Pad) -> None:
@@ -134,7 +134,7 @@ class PaddedParts:
         """``batch`` with room for padding; None where it has no such parts, or longer ones.
 
         Raises:
-            ValueError, TypeError: where a part that the caller has padded is not there, no tensor
+            ValueError, TypeError: if a part that the caller has padded is not there, no tensor
                 with a dimension, or of a dtype that does not have the value.
         """
         self.num_read += 1

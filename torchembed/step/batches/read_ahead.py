@@ -47,7 +47,7 @@ class ReadAhead:
         """Read from ``source`` from now on; untrained batches of another source are dropped.
 
         Raises:
-            TypeError: where it cannot be iterated.
+            TypeError: if it cannot be iterated.
         """
         if source is not self._given:
             # A mapping and a tensor can be iterated as well, but are one batch.

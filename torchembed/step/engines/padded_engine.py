@@ -120,8 +120,8 @@ class PaddedEngine:
         """Train ``now``, and prepare the first of those that are ``upcoming``.
 
         Raises:
-            IndexError, ValueError, TypeError: where the batch cannot be looked up.
-            RuntimeError: where the first such step failed on a rank and has changed the model.
+            IndexError, ValueError, TypeError: if the batch cannot be looked up.
+            RuntimeError: if the first such step failed on a rank and has changed the model.
         """
         if not self._fits(now):
             self._wait_for_steps()

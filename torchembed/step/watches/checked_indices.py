@@ -14,8 +14,8 @@ def check_indices(func: "OpOverload", args: Sequence[Any], kwargs: dict[str, Any
     """Check the indices that ``func`` is going to be called with. Waits for a GPU.
 
     Raises:
-        IndexError: where one is outside what it indexes.
-        ValueError: where lengths do not add up to the size that is given for them.
+        IndexError: if one is outside what it indexes.
+        ValueError: if lengths do not add up to the size that is given for them.
     """
     check = _CHECKS.get(func._schema.name)
     if check is None:

@@ -91,7 +91,7 @@ class DeletionLog:
         """The deletions after the first ``num_before`` up to the first ``num_now``, which are all.
 
         Raises:
-            SnapshotDueError: where some of them were overwritten.
+            SnapshotDueError: if some of them were overwritten.
         """
         num_gone = num_now - num_before
         if num_gone > self._capacity:

@@ -20,7 +20,7 @@ def delta_on_all_ranks(read: Callable[[], D], group: dist.ProcessGroup) -> D:
     Raises:
         SnapshotDueError: on all ranks where it is raised on one, which it names.
         Exception: that of ``read``, where it failed here.
-        RuntimeError: where it failed on another rank, which it names.
+        RuntimeError: if it failed on another rank, which it names.
     """
     delta, error = None, None
     try:

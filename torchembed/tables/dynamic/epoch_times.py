@@ -41,7 +41,7 @@ class EpochTimes:
 
         Raises:
             TypeError: for a clock that returns no number.
-            ValueError: where it says an earlier time than before, or none that is finite.
+            ValueError: if it says an earlier time than before, or none that is finite.
         """
         now = self._clock()
         if isinstance(now, bool) or not isinstance(now, int | float):

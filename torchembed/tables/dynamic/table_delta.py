@@ -93,7 +93,7 @@ def read_delta(tables: Sequence[Table], since: DeltaMark | None) -> Delta:
     Raises:
         ValueError: for a table without a log, or of which the rank holds some columns alone, or a
             mark of other tables.
-        SnapshotDueError: where the logs do not reach back to the mark.
+        SnapshotDueError: if the logs do not reach back to the mark.
     """
     dynamic = _dynamic_tables(tables)
     if since is not None and since.tables.keys() != dynamic.keys():

@@ -74,7 +74,7 @@ class TableGradient(Tensor):
         """The table.
 
         Raises:
-            RuntimeError: where its module is gone.
+            RuntimeError: if its module is gone.
         """
         table = self._table()
         if table is None:

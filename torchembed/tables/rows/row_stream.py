@@ -45,7 +45,7 @@ def read_rows(table: Table, keys: range, *, with_states: bool = True) -> RowChun
     In a dynamic table they are numbers of rows, whatever ids these have.
 
     Raises:
-        IndexError: where the table does not hold all of them here.
+        IndexError: if the table does not hold all of them here.
     """
     begin, end = keys.start - table.first_row, keys.stop - table.first_row
     if keys.step != 1 or not 0 <= begin <= end <= table.num_rows:

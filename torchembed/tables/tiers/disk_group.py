@@ -82,7 +82,7 @@ class DiskGroup(TieredGroup):
         """Rows that host memory holds.
 
         Raises:
-            ValueError: where they are no more than those of the cache, and not all rows: nothing
+            ValueError: if they are no more than those of the cache, and not all rows: nothing
                 could come once the cache is full.
         """
         num_places = sum(map(self._host_rows_of, self.tables))
@@ -218,7 +218,7 @@ class DiskGroup(TieredGroup):
         """Wait until host memory holds all rows that were admitted.
 
         Raises:
-            RuntimeError: where a step is captured, which cannot wait.
+            RuntimeError: if a step is captured, which cannot wait.
             Exception: what reading or writing the disk failed with, here and from then on.
         """
         if recorded_moves() is not None:
@@ -369,7 +369,7 @@ class DiskGroup(TieredGroup):
 
         Raises:
             Exception: as :meth:`wait_for_lines`.
-            OSError, RowStoreError: where files cannot be written.
+            OSError, RowStoreError: if files cannot be written.
         """
         self.write_back()
         return self._rows_on_disk.saved()

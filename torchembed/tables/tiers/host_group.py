@@ -192,7 +192,7 @@ class HostGroup(TieredGroup):
         trained since it was emptied last.
 
         Raises:
-            RuntimeError: where it does.
+            RuntimeError: if it does.
         """
         versions = self._versions()
         if versions == self._versions_known:

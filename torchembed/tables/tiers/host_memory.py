@@ -21,7 +21,7 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     the tensor is there, too.
 
     Raises:
-        RuntimeError: where the memory cannot be locked.
+        RuntimeError: if the memory cannot be locked.
     """
     if device.type == "meta":
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -74,7 +74,7 @@ class MoveBuffer:
             None where ``is_abandoned`` is True before.
 
         Raises:
-            TimeoutError: where they do not come.
+            TimeoutError: if they do not come.
         """
         deadline = time.monotonic() + limit_seconds
         while not int(self._arrived):

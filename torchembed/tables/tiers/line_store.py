@@ -54,9 +54,9 @@ class LineStore:
         """Take the folder of this process under the path, before the first line is written.
 
         Raises:
-            ImportError: where rocksdict is not installed.
-            StoreInUseError: where another process keeps rows there.
-            OSError: where folders cannot be made, read or written.
+            ImportError: if rocksdict is not installed.
+            StoreInUseError: if another process keeps rows there.
+            OSError: if folders cannot be made, read or written.
         """
         if self._scratch is None:
             import_rocksdict()
@@ -125,7 +125,7 @@ class LineStore:
         or remove; None where there is no line.
 
         Raises:
-            OSError, RowStoreError: where files cannot be written.
+            OSError, RowStoreError: if files cannot be written.
         """
         if self._open is None:
             return None

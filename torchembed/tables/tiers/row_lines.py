@@ -51,7 +51,7 @@ def row_lines(
         state_shapes: ``[R, ...]``, of each float32 state.
 
     Raises:
-        RuntimeError: where the memory cannot be locked.
+        RuntimeError: if the memory cannot be locked.
     """
     num_rows, dtype = len(weight), weight.dtype
     row_bytes = weight.shape[1] * dtype.itemsize

@@ -25,8 +25,8 @@ class ScratchFolder:
     long as this object lives. What a former run left in it is removed first.
 
     Raises:
-        StoreInUseError: where another process uses it.
-        OSError: where it cannot be made, read or written.
+        StoreInUseError: if another process uses it.
+        OSError: if it cannot be made, read or written.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -114,7 +114,7 @@ class StoredRows:
         numbers; the caller's to move or remove. None where there are none.
 
         Raises:
-            OSError, RowStoreError: where files cannot be written.
+            OSError, RowStoreError: if files cannot be written.
         """
         # Under the numbers of new rows are lines of the ids that had them before, or none.
         for rows in self._owners.new_rows().split(ROWS_AT_ONCE):

@@ -188,7 +188,7 @@ class TieredGroup(TableGroup):
             evaluation mode, so that nothing was brought in.
 
         Raises:
-            RuntimeError: where a weight was changed in place while the cache may hold other values.
+            RuntimeError: if a weight was changed in place while the cache may hold other values.
         """
         admission = admission or Admission()
         is_trained = self.rule is not None and self.tables[0].parameter.requires_grad
