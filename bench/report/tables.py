@@ -45,22 +45,30 @@ def headline(results: Path) -> str:
     """The table of README: steps of the usual batch, and TorchRec's in the same run."""
     usual = {"batch_per_gpu": 8192, "ids": "uniform", "optimizer": "adagrad", "max_rows": 8_000_000}
     found = _by(_rows_by_bench(results)["train_step"], ("file", "num_gpus", "gpu"), **usual)
-    lines, used = [], []
-    for (_, num_gpus, gpu), systems in found.items():
-        ours, theirs = (systems.get(name, {}) for name in ("torchembed", "torchrec"))
-        if "ms_median" not in ours or "ms_median" not in theirs:
-            continue
-        in_tf32 = systems.get("torchembed_tf32", {})
-        times = [f"{row['ms_median']:.2f}" if row else "" for row in (ours, in_tf32, theirs)]
-        ratio = theirs["ms_median"] / ours["ms_median"]
-        lines.append([f"{num_gpus} {gpu}", *times, f"{ratio:.1f}"])
-        used.append(ours)
+    compared = {
+        (num_gpus, gpu): systems
+        for (_, num_gpus, gpu), systems in found.items()
+        if _is_shown(systems, "torchembed") and _is_shown(systems, "torchrec")
+    }
+    used = [systems["torchembed"] for systems in compared.values()]
     precision = _only(row["precision"] for row in used)
+    columns = {
+        "torchembed": f"torchembed, {precision}",
+        "torchembed_tf32": "torchembed, tf32",
+        "torchrec": "TorchRec, tf32",
+    }
+    shown = [name for name in columns if any(_is_shown(s, name) for s in compared.values())]
+    lines = []
+    for (num_gpus, gpu), systems in compared.items():
+        medians = {name: systems[name]["ms_median"] for name in shown if _is_shown(systems, name)}
+        times = [f"{medians[name]:.2f}" if name in medians else "" for name in shown]
+        ratio = medians["torchrec"] / medians["torchembed"]
+        lines.append([f"{num_gpus} {gpu}", *times, f"{ratio:.1f}"])
     return _text(
-        "A step of MLPerf's DLRM-DCNv2, 8192 samples on each GPU, tables cut to 8 M rows, uniform "
-        f"ids, Adagrad, in milliseconds; times faster is TorchRec's tf32 over our {precision} in "
-        f"the same run ({_files(used)}):",
-        ["GPUs", f"torchembed, {precision}", "torchembed, tf32", "TorchRec, tf32", "times faster"],
+        "Milliseconds for a train step of MLPerf's DLRM-DCNv2 with 8192 samples on each GPU, "
+        "tables cut to 8 M rows, uniform ids and Adagrad. The last column divides TorchRec's time "
+        f"in tf32 by ours in {precision}, of the same run ({_files(used)}):",
+        ["GPUs", *(columns[name] for name in shown), "times as fast"],
         lines,
     )
 
@@ -119,12 +127,13 @@ def _train_step(rows: Sequence[Row]) -> str:
         line.append(f"{ours['floor_fraction']:.2f}" if "floor_fraction" in ours else "")
         lines.append(line)
     head = ["GPUs, samples", f"torchembed {precision}", "torchembed tf32"]
-    head += [*_PEERS.values(), "times faster", "of the floor"]
+    head += [*_PEERS.values(), "times as fast", "floor / ours"]
     return _text(
-        "A step of MLPerf's DLRM-DCNv2 in milliseconds, median (least to most), by "
-        f"`torchrun -m bench.step.train_step` ({_files(rows)}). Times faster is TorchRec's better "
-        f"time over our {precision} in the same run, or over our tf32 where that alone was "
-        "measured; it runs in tf32. The floor is what bytes, FLOPs and wires allow:",
+        "Milliseconds for a train step of MLPerf's DLRM-DCNv2, median (least to most), by "
+        f"`torchrun -m bench.step.train_step` ({_files(rows)}). TorchRec runs in tf32. *Times as "
+        f"fast* divides its better time by ours of the same run, in {precision}, or in tf32 if "
+        "only that was measured. *Floor / ours* divides the least time that the bytes, FLOPs and "
+        "links of the step allow by ours:",
         head,
         lines,
     )
@@ -152,9 +161,10 @@ def _drop_ins(rows: Sequence[Row]) -> str:
     if not lines:
         return ""
     return _text(
-        "The same step of TorchRec's own model in milliseconds: as it is, with our sharders in "
-        "place of TorchRec's, and with our pipeline too, in tf32, and in bf16 by torch.autocast; "
-        f"times faster than TorchRec's better time in tf32 in the same run ({_files(used)}):",
+        "Milliseconds for the same step of TorchRec's own model: unchanged, with our sharders in "
+        "place of TorchRec's, and with our pipeline too, in tf32 or in bf16 by torch.autocast. "
+        "*1.2 times* means 1.2 times as fast as TorchRec's better time in tf32 of the same run "
+        f"({_files(used)}):",
         ["GPUs, samples", *_PEERS.values(), *_DROP_INS.values()],
         lines,
     )
@@ -185,10 +195,10 @@ def _kernels(rows: Sequence[Row]) -> str:
         lines.append([f"{size} {ids}", *cells])
     head = ["batch", *(stage if rule is None else f"{stage}, {rule}" for stage, rule in stages)]
     return _text(
-        "Lookups and row updates of MLPerf's tables, cut to 8 M rows, in microseconds; in brackets "
-        f"over FBGEMM's time in the same run, by `python -m bench.kernels.gpu` ({_files(rows)}) on "
-        f"one {_only(row['gpu'] for row in rows)}. An update is the part of a backward that needs "
-        f"the gradient{_rows_alone(rows)}:",
+        "Microseconds for lookups and row updates of MLPerf's tables, cut to 8 M rows, and in "
+        f"brackets the ratio to FBGEMM's time in the same run, by `python -m bench.kernels.gpu` "
+        f"({_files(rows)}) on one {_only(row['gpu'] for row in rows)}. An update is the part of a "
+        f"backward that needs the gradient{_rows_alone(rows)}:",
         head,
         lines,
     )
@@ -202,8 +212,8 @@ def _rows_alone(rows: Sequence[Row]) -> str:
     if not found:
         return ""
     return (
-        f", and with uniform ids takes {min(found):.2f} to {max(found):.2f} of the time in which a "
-        "kernel that does nothing else reads and writes the same rows and states"
+        f". With uniform ids it takes {min(found):.2f} to {max(found):.2f} times as long as a "
+        "kernel that only reads and writes the same rows and states"
     )
 
 
@@ -220,8 +230,8 @@ def _shapes(rows: Sequence[Row]) -> str:
         for row in ours
     ]
     return _text(
-        f"Lookups and updates of {_only(row['tables'] for row in ours)}, Zipf ids, in "
-        "microseconds; in brackets over FBGEMM's time in the same run, by `python -m "
+        f"Microseconds for lookups and updates of {_only(row['tables'] for row in ours)}, Zipf "
+        "ids, and in brackets the ratio to FBGEMM's time in the same run, by `python -m "
         f"bench.kernels.shapes` ({_files(ours)}) on one {_only(row['gpu'] for row in ours)}:",
         ["ids a bag, samples, pooling, optimizer", "forward", "forward, backward and update"],
         lines,
@@ -242,7 +252,7 @@ def _dense(rows: Sequence[Row]) -> str:
         "torch": "PyTorch",
         "torch.compile": "torch.compile",
         "torchembed": "torchembed",
-        "torchembed, side stream": "gradients of weights on a stream of their own",
+        "torchembed, side stream": "torchembed, weight gradients on a separate stream",
     }
     passes = [row for row in rows if row["part"] == "forward and backward"]
     updates = [row for row in rows if row["part"] == "optimizer" and row["precision"] == "fp32"]
@@ -254,8 +264,8 @@ def _dense(rows: Sequence[Row]) -> str:
         cells = [f"{systems[name]['ms_median']:.2f}" if name in systems else "" for name in names]
         lines.append([f"{optimizer} over 16 M parameters", *cells])
     return _text(
-        "The dense part of MLPerf's DLRM-DCNv2, forward and backward in a CUDA graph, and its "
-        f"optimizers, in milliseconds, by `python -m bench.dense.passes` ({_files(rows)}) on one "
+        "Milliseconds for the dense part of MLPerf's DLRM-DCNv2, forward and backward in a CUDA "
+        f"graph, and for its optimizers, by `python -m bench.dense.passes` ({_files(rows)}) on one "
         f"{_only(row['gpu'] for row in rows)}:",
         ["", *names.values()],
         lines,

@@ -117,4 +117,23 @@ def test_the_headline_leaves_out_what_was_not_compared(tmp_path: Path) -> None:
         result = {"hardware": {"gpu": "NVIDIA H200"}, "commit": "0123456789", "rows": rows}
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     lines = [x for x in program.headline(tmp_path).splitlines() if x.startswith("| 8")]
-    assert lines == ["| 8 H200 | 2.00 |  | 9.00 | 4.5 |"]
+    assert lines == ["| 8 H200 | 2.00 | 9.00 | 4.5 |"]
+
+
+def test_the_headline_has_a_column_for_tf32_where_it_was_measured(tmp_path: Path) -> None:
+    usual = {"batch_per_gpu": 8192, "ids": "uniform", "max_rows": 8_000_000}
+    for num_gpus, in_tf32 in {1: 3.0, 2: None}.items():
+        rows = [
+            step("torchembed", 2.0, **usual),
+            step("torchembed_tf32", in_tf32, **usual),
+            step("torchrec", 9.0, **usual),
+        ]
+        rows = [row | {"num_gpus": num_gpus} for row in rows]
+        result = {"hardware": {"gpu": "NVIDIA H200"}, "commit": "0123456789", "rows": rows}
+        (tmp_path / f"{num_gpus}.json").write_text(json.dumps(result))
+    lines = [x for x in program.headline(tmp_path).splitlines() if x.startswith("| ")]
+    assert lines[0].count("tf32") == 2
+    assert lines[2:] == [
+        "| 1 H200 | 2.00 | 3.00 | 9.00 | 4.5 |",
+        "| 2 H200 | 2.00 |  | 9.00 | 4.5 |",
+    ]
