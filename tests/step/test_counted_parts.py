@@ -1,7 +1,7 @@
 """``EmbeddingBag(values, offsets)`` of batches whose numbers of ids vary, in captured steps."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchembed
-from tests.support.histories import by_hand
+from tests.support.histories import kinds_as_by_hand
 from tests.support.ranks import run_on_ranks
 from tests.support.tape import taped_captures
 from tests.support.tiny_training import assert_same_state, state_of
 from torchembed.modules.counted_tensor import CountedTensor
-from torchembed.training import StepKind, TrainPipeline
+from torchembed.training import TrainPipeline
 
 NUM_ROWS = 20
 Batch = dict[str, Any]
@@ -75,24 +75,6 @@ def bags(
     return batches
 
 
-def kinds_as_by_hand(
-    batches: Sequence[Any], make: Callable[[], nn.Module], **settings: Any
-) -> list[StepKind]:
-    """The kinds of steps on ``batches``, which equal the plain loop bit by bit."""
-    plain, model = make(), make()
-    losses = by_hand(plain, batches)
-    optimizer = torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.05)
-    with TrainPipeline(model, None, optimizer, capture=True, **settings) as pipeline:
-        iterator, found, kinds = iter(batches), [], []
-        for _ in batches:
-            result = pipeline.progress(iterator)
-            found.append(result.loss.item())
-            kinds.append(result.kind)
-    assert found == losses
-    assert_same_state(model, state_of(plain))
-    return kinds
-
-
 @pytest.mark.parametrize("includes_last", [False, True])
 @pytest.mark.parametrize(
     "settings",
@@ -114,7 +96,7 @@ def test_bags_between_offsets_are_captured_with_spare_ids(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         batches = bags(16, includes_last=includes_last, is_weighted="is_weighted" in settings)
-        kinds = kinds_as_by_hand(batches, make)
+        kinds, _ = kinds_as_by_hand(batches, make)
     assert [kind.form for kind in kinds[-6:]] == ["padded"] * 6
 
 
@@ -141,7 +123,7 @@ def test_no_row_is_updated_for_spare_ids() -> None:
 def test_more_ids_than_ever_are_captured_anew() -> None:
     batches = [*bags(12), *bags(1, first_seed=12, most=120), *bags(12, first_seed=13)]
     assert len(batches[12]["values"]) > 256
-    kinds = kinds_as_by_hand(batches, OfBags)
+    kinds, _ = kinds_as_by_hand(batches, OfBags)
     assert kinds[11].form == "padded"
     assert kinds[12].form == "eager"
     assert kinds[-1].form == "padded"
@@ -149,7 +131,7 @@ def test_more_ids_than_ever_are_captured_anew() -> None:
 
 def test_lengths_that_do_not_vary_are_prepared_ahead() -> None:
     (batch,) = bags(1)
-    kinds = kinds_as_by_hand([batch] * 8, OfBags)
+    kinds, _ = kinds_as_by_hand([batch] * 8, OfBags)
     assert kinds[-1].form == "graph"
 
 
@@ -187,7 +169,7 @@ def test_offsets_may_be_computed() -> None:
     for batch in bags(14, includes_last=True):
         lengths = batch["offsets"].diff()
         batches.append(Clicks((batch["values"], lengths), batch["label"]))
-    kinds = kinds_as_by_hand(batches, OfLengths)
+    kinds, _ = kinds_as_by_hand(batches, OfLengths)
     assert kinds[-1].form == "padded"
 
 
@@ -231,7 +213,7 @@ def bags_of_tables(
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_lists_of_ids_of_several_tables_are_captured(dtype: torch.dtype) -> None:
-    kinds = kinds_as_by_hand(bags_of_tables(16, dtype), OfTables)
+    kinds, _ = kinds_as_by_hand(bags_of_tables(16, dtype), OfTables)
     assert [kind.form for kind in kinds[-4:]] == ["padded"] * 4
 
 
@@ -266,7 +248,7 @@ def test_ids_that_are_read_elsewhere_are_not_padded(what: str) -> None:
     is_weighted = what == "weights"
     few = [b for b in bags(40, is_weighted=is_weighted) if len(b["values"]) in (12, 13)]
     batches = [*bags(10, is_weighted=is_weighted), *few, *few, *few]
-    kinds = kinds_as_by_hand(batches, make)
+    kinds, _ = kinds_as_by_hand(batches, make)
     assert any("does not ignore padding" in str(kind.why) for kind in kinds)
     assert {kind.form for kind in kinds[:10]} == {"eager"}
     assert kinds[-1].form == "graph"
@@ -278,7 +260,7 @@ def test_weights_that_are_computed_are_not_padded() -> None:
             return super().forward({**batch, "weights": batch["weights"].sigmoid()})
 
     batches = bags(12, is_weighted=True)
-    kinds = kinds_as_by_hand(batches, lambda: Computes(is_weighted=True, mode="sum"))
+    kinds, _ = kinds_as_by_hand(batches, lambda: Computes(is_weighted=True, mode="sum"))
     assert {kind.form for kind in kinds} == {"eager"}
 
 

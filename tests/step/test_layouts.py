@@ -1,6 +1,6 @@
 """Batches of several layouts: each that recurs has a captured step, which equals the plain loop."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,37 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
-from tests.support.histories import Batch, OfHistories, by_hand, histories
+from tests.support.histories import Batch, OfHistories, histories, kinds_as_by_hand
 from tests.support.ranks import run_on_ranks
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import KEYS, NUM_ROWS, TinyModel, make_optimizers
-from tests.support.tiny_training import assert_same_state, state_of
 from torchembed.step.batches.prefetch import Prefetch
-from torchembed.training import StepForm, StepKind, TrainPipeline
+from torchembed.training import StepForm, TrainPipeline
 
 
 @pytest.fixture(autouse=True)
 def _taped() -> Iterator[None]:
     with taped_captures():
         yield
-
-
-def kinds_as_by_hand(
-    batches: Sequence[Batch], make: Callable[[], nn.Module] = OfHistories, **settings: Any
-) -> tuple[list[StepKind], TrainPipeline]:
-    """The kinds of steps on ``batches``, which equal the plain loop bit by bit."""
-    plain, model = make(), make()
-    losses = by_hand(plain, batches)
-    optimizer = torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.05)
-    with TrainPipeline(model, None, optimizer, capture=True, **settings) as pipeline:
-        iterator, found, kinds = iter(batches), [], []
-        for _ in batches:
-            result = pipeline.progress(iterator)
-            found.append(result.loss.item())
-            kinds.append(result.kind)
-    assert found == losses
-    assert_same_state(model, state_of(plain))
-    return kinds, pipeline
 
 
 @pytest.mark.parametrize(

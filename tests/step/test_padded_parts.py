@@ -3,7 +3,7 @@
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torchembed
-from tests.support.histories import Batch, OfHistories, by_hand, histories
+from tests.support.histories import Batch, OfHistories, histories, kinds_as_by_hand
 from tests.support.ranks import run_on_ranks
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import KEYS, TinyModel, make_batch, make_optimizers
-from tests.support.tiny_training import assert_same_state, state_of
 from torchembed.training import BatchLoss, Padding, StepKind, TrainPipeline
 
 LENGTHS = [7, 5, 6, 7, 3, 6, 5, 7, 6, 4, 7, 2]
@@ -31,33 +30,17 @@ def _taped() -> Iterator[None]:
         yield
 
 
-def kinds_as_by_hand(
-    batches: Sequence[Any], make: Callable[[], nn.Module] = OfHistories, **settings: Any
-) -> tuple[list[StepKind], list[str]]:
-    """The kinds of steps on ``batches``, which equal the plain loop, and the warnings."""
-    plain, model = make(), make()
-    torch.manual_seed(1)
-    losses = by_hand(plain, batches)
-    optimizer = torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.05)
-    torch.manual_seed(1)
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        TrainPipeline(model, None, optimizer, capture=True, **settings) as pipeline,
-    ):
+def kinds_and_warnings(*arguments: Any, **settings: Any) -> tuple[list[StepKind], list[str]]:
+    """The kinds of steps that :func:`kinds_as_by_hand` takes, and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        iterator, found, kinds = iter(batches), [], []
-        for _ in batches:
-            result = pipeline.progress(iterator)
-            found.append(result.loss.item())
-            kinds.append(result.kind)
-    assert found == losses
-    assert_same_state(model, state_of(plain))
+        kinds, _ = kinds_as_by_hand(*arguments, **settings)
     return kinds, [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("pad", [{"items": 0}, {"items": Padding(value=0, length=9)}])
 def test_one_captured_step_takes_histories_of_any_length(pad: Any) -> None:
-    kinds, said = kinds_as_by_hand(histories(LENGTHS), pad=pad)
+    kinds, said = kinds_and_warnings(histories(LENGTHS), pad=pad)
     assert [kind.form for kind in kinds] == ["eager"] * 4 + ["padded"] * 8
     assert said == []
 
@@ -75,7 +58,7 @@ def test_the_result_has_the_batch_as_it_was_padded() -> None:
 
 def test_longer_histories_make_the_length_grow_and_are_captured_anew() -> None:
     lengths = [4, 3, 4, 3, 4, 3, 6, 5, 4, 6, 5, 6, 5, 6]
-    kinds, _ = kinds_as_by_hand(histories(lengths), pad={"batch['items']": 0})
+    kinds, _ = kinds_and_warnings(histories(lengths), pad={"batch['items']": 0})
     forms = [kind.form for kind in kinds]
     assert forms[4:6] == ["padded"] * 2
     assert forms[6] == "eager"
@@ -84,7 +67,7 @@ def test_longer_histories_make_the_length_grow_and_are_captured_anew() -> None:
 
 def test_histories_longer_than_a_length_that_was_given_are_left_as_they_are() -> None:
     pad = {"items": Padding(value=0, length=4)}
-    kinds, _ = kinds_as_by_hand(histories([4, 3, 4, 2, 4, 3, 6, 4]), pad=pad)
+    kinds, _ = kinds_and_warnings(histories([4, 3, 4, 2, 4, 3, 6, 4]), pad=pad)
     assert [kind.form for kind in kinds[4:]] == ["padded", "padded", "eager", "padded"]
     assert "shape or dtype" in str(kinds[6].why)
 
@@ -140,7 +123,7 @@ def test_a_model_that_does_not_ignore_the_padding_is_named_and_trained_as_it_is(
     make: Callable[[], nn.Module], length: int | None, what: str
 ) -> None:
     pad = {"items": Padding(value=0, length=length)}
-    kinds, said = kinds_as_by_hand(histories(LENGTHS), make, pad=pad)
+    kinds, said = kinds_and_warnings(histories(LENGTHS), make, pad=pad)
     assert {kind.form for kind in kinds} == {"eager"}  # also where a layout recurs, so soon
     (warning,) = said
     assert warning.startswith("the model computes other numbers for batches that are padded")
@@ -184,7 +167,7 @@ def test_jagged_batches_are_padded_too() -> None:
         click = make_batch(8, seed)
         numbers = torch.full((8, length), 0.5)
         batches.append({"ids": click.sparse, "numbers": numbers, "label": click.labels})
-    kinds, said = kinds_as_by_hand(batches, WithHistory, pad={"numbers": float("nan")})
+    kinds, said = kinds_and_warnings(batches, WithHistory, pad={"numbers": float("nan")})
     assert kinds[0].form == "jagged"
     assert [kind.form for kind in kinds[-4:]] == ["padded"] * 4
     assert said == []
@@ -276,7 +259,7 @@ def test_objects_with_strings_that_take_turns_are_padded() -> None:
         Sessions(batch["items"], batch["label"], ("view", "click")[seed % 2])
         for seed, batch in enumerate(histories(LENGTHS * 2))
     ]
-    kinds, said = kinds_as_by_hand(batches, OfSessions, pad={"items": 0})
+    kinds, said = kinds_and_warnings(batches, OfSessions, pad={"items": 0})
     assert [kind.form for kind in kinds[-6:]] == ["padded"] * 6
     assert said == []
 
