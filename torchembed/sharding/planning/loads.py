@@ -45,4 +45,9 @@ class Everywhere(NamedTuple):
     held_bytes: float = 0.0
 
     def plus(self, other: "Everywhere") -> "Everywhere":
-        return Everywhere(*(a + b for a, b in zip(self, other, strict=True)))
+        return Everywhere(
+            self.lookup_bytes + other.lookup_bytes,
+            self.update_bytes + other.update_bytes,
+            self.all_reduce_bytes + other.all_reduce_bytes,
+            self.held_bytes + other.held_bytes,
+        )

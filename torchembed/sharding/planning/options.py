@@ -1,12 +1,13 @@
 """The placements that a table may have, and on which ranks."""
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from torchembed.sharding.planning.costs import CostModel
-from torchembed.sharding.planning.growth import MovedPart, moved_parts
+from torchembed.sharding.planning.growth import MovedPart, growth_bytes, moved_parts
 from torchembed.sharding.planning.loads import Everywhere, Load
 from torchembed.sharding.planning.plan import Placement, TablePlan, as_placement, place_table
 from torchembed.sharding.planning.storage_costs import PlannedCache
@@ -65,6 +66,22 @@ class Option:
     @property
     def num_parts(self) -> int:
         return len(self.loads)
+
+    @functools.cached_property
+    def stacked_groups(self) -> np.ndarray:
+        """``groups`` as one array, ``[number of groups, ranks of a group]``."""
+        return np.array(self.groups)
+
+    @functools.cached_property
+    def most_seconds(self) -> float:
+        """Of its parts, on the rank that holds it."""
+        return float(self.holder_seconds.max(initial=0.0))
+
+    @functools.cached_property
+    def most_held_bytes(self) -> float:
+        """The most bytes that a part takes on the rank that holds it."""
+        growth = max((growth_bytes([part]) for part in self.moved), default=0)
+        return float(self.loads[:, Load.HELD].max(initial=0.0)) + growth
 
     def plan(self, table: str, use: TableUse, ranks: Sequence[int]) -> TablePlan:
         """The table over ``ranks``, one for each part."""

@@ -138,8 +138,8 @@ class Search:
         sums, largest, is_too_big = [], [], []
         for of_table in self._options:
             sums.append([self._mean_seconds(option) for option in of_table])
-            largest.append([option.holder_seconds.max(initial=0.0) for option in of_table])
-            held = [option.everywhere.held_bytes + _most_held(option) for option in of_table]
+            largest.append([option.most_seconds for option in of_table])
+            held = [option.everywhere.held_bytes + option.most_held_bytes for option in of_table]
             is_too_big.append([num_bytes > self._memory for num_bytes in held])
         most = max((value for of_table in largest for value in of_table), default=0.0)
         for step in range(NUM_PART_SIZES):
@@ -174,7 +174,7 @@ class Search:
         ranks: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(chosen)
         order = sorted(
             range(len(chosen)),
-            key=lambda t: (len(chosen[t].groups) != 1, -chosen[t].holder_seconds.max(initial=0.0)),
+            key=lambda t: (len(chosen[t].groups) != 1, -chosen[t].most_seconds),
         )
         for number in order:
             option = chosen[number]
@@ -193,23 +193,38 @@ class Search:
     ) -> np.ndarray:
         if len(option.groups) == 1:
             return option.groups[0]
-        most_held = _most_held(option)
+        lacking = self._lacking(option, loads, held_everywhere)
+        if option.groups:
+            most_busy = busy[option.stacked_groups].max(axis=1)
+            if lacking is None:
+                return option.groups[most_busy.argmin()]
+            most_lacking = lacking[option.stacked_groups].max(axis=1)
+            return option.groups[np.lexsort((most_busy, most_lacking))[0]]
+        pool = option.pool
+        if lacking is not None:
+            order = np.lexsort((busy[pool], lacking[pool]))
+        elif len(pool) == self._num_ranks:
+            order = np.argsort(busy, kind="stable")
+        else:
+            order = np.argsort(busy[pool], kind="stable")
+        return np.sort(pool[order[: option.num_parts]])
+
+    def _lacking(
+        self, option: Option, loads: np.ndarray, held_everywhere: float
+    ) -> np.ndarray | None:
+        """Bytes that each rank, and its node, would lack with the largest part of ``option``,
+        ``[W]``; None where none would lack any."""
         held = loads[:, Load.HELD]
-        lacking = np.maximum(held + held_everywhere + most_held - self._memory, 0.0)
+        if not self._node_limits:
+            most = held.max() + held_everywhere + option.most_held_bytes
+            if most <= self._memory:  # as nearly always: one pass over the ranks is enough
+                return None
+        lacking = np.maximum(held + held_everywhere + option.most_held_bytes - self._memory, 0.0)
         for load, limit in self._node_limits.items():
             of_nodes = self._of_nodes(loads[:, load]) + option.loads[:, load].max()
             of_node = np.maximum(of_nodes - limit, 0.0)
             lacking += np.repeat(of_node, self._model.topology.ranks_per_node)
-        if option.groups:
-            groups = np.array(option.groups)
-            keys = (busy[groups].max(axis=1), lacking[groups].max(axis=1))
-            return option.groups[np.lexsort(keys)[0]]
-        pool = option.pool
-        if len(pool) == self._num_ranks and not lacking.any():
-            order = np.argsort(busy, kind="stable")
-        else:
-            order = np.lexsort((busy[pool], lacking[pool]))
-        return np.sort(pool[order[: option.num_parts]])
+        return lacking if lacking.any() else None
 
     def _assignment(
         self,
@@ -364,12 +379,6 @@ class Search:
             loads[members] += option.loads
             ranks[number] = members
         return self._assignment(assignment.picks, tuple(ranks), loads, assignment.everywhere)
-
-
-def _most_held(option: Option) -> float:
-    """The most bytes that a part of ``option`` takes on the rank that holds it."""
-    growth = max((growth_bytes([part]) for part in option.moved), default=0)
-    return option.loads[:, Load.HELD].max(initial=0.0) + growth
 
 
 def _counting(option: Option, numbers: Mapping[Hashable, int]) -> Option:

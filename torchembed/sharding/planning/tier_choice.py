@@ -101,14 +101,16 @@ class TierChoice:
         """A level of each table, ``[T]``, of the least ``costs [T, levels]`` and price of memory of
         ``kind`` and of faster kinds, at the lowest prices at which there is room for all."""
 
+        of_kind, tables = self._bytes[kind], np.arange(len(costs))
+
         def at(price: float) -> np.ndarray:
-            priced = costs + price * self._bytes[kind] if price else costs
+            priced = costs + price * of_kind if price else costs
             if kind is _Memory.DEVICE:
                 return priced.argmin(axis=1)
             return self._bought(_Memory(kind - 1), priced, budgets)
 
         def fits(picks: np.ndarray) -> bool:
-            return self._taken(picks)[kind] <= budgets[kind]
+            return bool(of_kind[tables, picks].sum() <= budgets[kind])
 
         low, high = _PRICES[kind]
         picks = at(0.0)
@@ -122,17 +124,14 @@ class TierChoice:
                 picks = found if is_enough else picks
         return picks
 
-    def _taken(self, picks: np.ndarray) -> np.ndarray:
-        """Bytes of each kind that the levels ``picks [T]`` take, ``[kinds]``."""
-        return self._bytes[:, np.arange(len(picks)), picks].sum(axis=1)
-
     def _filled(self, picks: np.ndarray, budgets: Sequence[float]) -> np.ndarray:
         """``picks``, or faster ones in the memory that they leave: prices alone leave some."""
         tables = np.arange(len(self._levels))
         picks = picks.copy()
         while True:
-            left = np.array(budgets) - self._taken(picks)
-            more = self._bytes - self._bytes[:, tables, picks][:, :, None]
+            taken = self._bytes[:, tables, picks]
+            left = np.array(budgets) - taken.sum(axis=1)
+            more = self._bytes - taken[:, :, None]
             seconds = self._seconds - self._seconds[tables, picks][:, None]
             is_better = (seconds < 0) & (more <= left[:, None, None]).all(axis=0)
             if not is_better.any():
