@@ -74,7 +74,8 @@ class SourceStatistics:
     num_dropped: Counter[MessageFault] = field(default_factory=Counter)
     """Messages that were dropped, by their fault."""
     num_given_back: int = 0
-    """Messages that were left with the brokers for later, since their models were not loaded."""
+    """Messages that were left with the brokers for later, since their models or versions were not
+    loaded."""
     num_broker_errors: int = 0
     num_failed_commits: int = 0
     """Each is made up for by the next one."""

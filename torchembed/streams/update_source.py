@@ -11,6 +11,7 @@ from torchembed.streams.message_error import MessageError
 from torchembed.streams.received_messages import Received, ReceivedMessages, Update, WidthOf
 from torchembed.streams.source_options import Lag, SourceOptions, SourceStatistics
 from torchembed.streams.topics import contents_of
+from torchembed.streams.updates import RowUpdate
 
 _LOG = logging.getLogger("torchembed.streams")
 _DISCOVERY_TIMEOUT_SECONDS = 1.0
@@ -37,8 +38,9 @@ class UpdateSource:
         group: the name of the group.
         width_of: the width of the rows of a model's table, None for one that is not served, by
             which messages are refused; where it is None itself all are taken.
-        is_served: says of a model whether its updates can be applied now. Those of others are left
-            with the brokers, uncommitted, until they can be; None for all models.
+        is_served: says of a model whether its updates can be applied now, and where a version is
+            given, whether those of this version can. Others are left with the brokers, uncommitted,
+            until they can be; None for all models.
 
     Raises:
         ConnectionError: where no broker answers in time.
@@ -51,7 +53,7 @@ class UpdateSource:
         options: SourceOptions | None = None,
         *,
         width_of: WidthOf | None = None,
-        is_served: Callable[[str], bool] | None = None,
+        is_served: Callable[[str, int | None], bool] | None = None,
     ) -> None:
         if not group:
             raise ValueError("group must be a name, got ''; instances with equal names share")
@@ -67,6 +69,8 @@ class UpdateSource:
         self._given_back: set[str] = set()
         """Topics of which messages came and were left for later: no more of them are taken until
         they are read anew, from what was committed."""
+        self._awaited: dict[str, int] = {}
+        """Topics that are read again once a version is served, and this version."""
         self._next: dict[_Place, int] = {}
         """The offset behind what was polled of each partition that this instance has."""
         self._committed: dict[_Place, int] = {}
@@ -142,15 +146,26 @@ class UpdateSource:
         except kafka().KafkaException as error:
             self._note_commit(error.args[0], offsets)
 
-    def give_back(self, model: str) -> bool:
-        """Leave all updates of a model that are not committed for later, where it is not served;
-        True where that is so."""
-        if self._is_served is None or self._is_served(model):
+    def give_back(self, update: Update) -> bool:
+        """Leave an update for later, with all of its topic that is not committed, where its model
+        or version is not served; True where that is so."""
+        model, version = update.model, update.version
+        if self._is_served is None or self._is_served(model, version):
             return False
+        table = update.table if isinstance(update, RowUpdate) else ""
         for topic in self._topics:
             contents = contents_of(topic)
-            if contents is not None and contents.model == model:
+            if contents is not None and contents[1:] == (model, table):
+                self._awaited[topic] = version
                 self._give_back(topic)
+                if (topic, version) not in self._told:
+                    self._told.add((topic, version))
+                    _LOG.warning(
+                        "updates of %s wait with the brokers until version %d of the model, or a "
+                        "later one, is loaded",
+                        topic,
+                        version,
+                    )
         return True
 
     def lag(self) -> Lag:
@@ -193,9 +208,12 @@ class UpdateSource:
         except kafka().KafkaException as error:
             self._errors.note(error.args[0].str())
             return
-        # Those that are not read any more have nothing on the way.
-        self._given_back &= self._topics
+        # Those that are not read any more have nothing on the way. A topic that is wanted again
+        # before it was taken from this instance would go on behind what was left.
+        assigned = {partition.topic for partition in self._consumer.assignment()}
+        self._given_back &= self._topics | assigned
         found = frozenset(filter(self._is_wanted, {*names, *self._topics}))
+        self._awaited = {t: version for t, version in self._awaited.items() if t not in found}
         if not found and "topics" not in self._told:
             self._told.add("topics")
             _LOG.warning(
@@ -236,7 +254,9 @@ class UpdateSource:
             and (models is None or contents.model in models)
             and self.options.matches(topic)
             and topic not in self._given_back
-            and (self._is_served is None or self._is_served(contents.model))
+            and (
+                self._is_served is None or self._is_served(contents.model, self._awaited.get(topic))
+            )
         )
 
     def _waiting_messages(self) -> list[Any]:

@@ -222,10 +222,19 @@ class ModelRepository:
             _check_version(model, version, lease.number)
             versions.swap(lease, lease.version.with_weights(tensors, version))
 
-    def is_served(self, name: str) -> bool:
-        """True for a model of which a version is loaded, so that updates can be applied."""
-        versions = self._models.get(name)
-        return versions is not None and bool(versions.leases())
+    def is_served(self, name: str, version: int | None = None) -> bool:
+        """True for a model of which a version is loaded, so that updates can be applied.
+
+        Args:
+            version: of updates. Where each version has rows of its own, False for one that is later
+                than all that are loaded: it is still to come.
+        """
+        versions, options = self._models.get(name), self._options_of(name)
+        leases = [] if versions is None else versions.leases()
+        if not leases:
+            return False
+        is_shared = options is None or not options.rows_by_version
+        return version is None or is_shared or version <= leases[-1].number
 
     def lookups(self) -> dict[str, LeveledLookup]:
         """The lookup of each loaded table, by the table's name in stores."""

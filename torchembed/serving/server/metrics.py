@@ -84,7 +84,7 @@ def update_totals(applier: UpdateApplier) -> Iterator[MetricTotal | HistogramTot
         ("update_messages", "Messages that came", came.num_messages),
         (
             "update_messages_left",
-            "Messages of models not loaded yet",
+            "Messages of models or versions not loaded yet",
             came.num_given_back,
         ),
         ("broker_errors", "Errors of brokers", came.num_broker_errors),

@@ -85,11 +85,11 @@ class UpdateApplier:
     What was applied is committed behind each poll, so that after a crash some updates come again.
     An update that comes again, or is of an earlier version than what was applied, is dropped and
     counted, also after a crash where ``records`` are kept: no row is ever replaced by an older one.
-    So is one of a model
-    or table that is not served, or of other widths or tensors, of which the first of each table is
-    logged. What waits for a table is written at once. Where the models' stores are away it tries on
-    until they are back, and applies nothing else meanwhile. It is a context manager that starts and
-    closes itself.
+    So is one of a table that is not served, or of other widths or tensors, of which the first of
+    each table is logged. Those of models or versions that are not loaded are left to the source.
+    What waits for a table is written at once. Where the models' stores are away it tries on until
+    they are back, and applies nothing else meanwhile. It is a context manager that starts and closes
+    itself.
 
     Args:
         source: of the updates; it belongs to the applier, which closes it.
@@ -259,18 +259,21 @@ class UpdateApplier:
         return reason is None
 
     def _apply(self, updates: Sequence[Update], action: Callable[[], object]) -> bool:
-        """Apply updates by an action, or drop them; False where neither could be done before the
-        end."""
+        """Apply updates of one model and version by an action, leave them for later, or drop them;
+        False where none of that could be done before the end."""
 
         def noted() -> None:
             self._order.note_begun(updates)
             action()
             self._order.note_applied(updates)
 
+        # Asked first: what is loaded just after an attempt failed is not to be dropped.
+        if self.source.give_back(updates[0]):
+            return True
         try:
             is_done = self._until_done(noted)
         except (TypeError, ValueError, UnknownModelError) as error:
-            if isinstance(error, UnknownModelError) and self.source.give_back(updates[0].model):
+            if isinstance(error, UnknownModelError) and self.source.give_back(updates[0]):
                 return True
             for update in updates:
                 self._drop(update, _reason(error), error)
