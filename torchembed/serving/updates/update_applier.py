@@ -88,8 +88,8 @@ class UpdateApplier:
     So is one of a table that is not served, or of other widths or tensors, of which the first of
     each table is logged. Those of models or versions that are not loaded are left to the source.
     What waits for a table is written at once. Where the models' stores are away it tries on until
-    they are back, and applies nothing else meanwhile. It is a context manager that starts and closes
-    itself.
+    they are back, and applies nothing else meanwhile. It is a context manager that starts and
+    closes itself.
 
     Args:
         source: of the updates; it belongs to the applier, which closes it.
