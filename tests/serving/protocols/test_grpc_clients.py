@@ -2,7 +2,7 @@
 
 import contextlib
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -29,6 +29,8 @@ CODES = grpc.StatusCode
 def running(
     directory: MemoryDirectory | None = None,
     metrics: ServerMetrics | None = None,
+    *,
+    channel_options: Sequence[tuple[str, int]] = (),
     **options: Any,
 ) -> Iterator[grpc.Channel]:
     """A channel to a server."""
@@ -39,7 +41,7 @@ def running(
     )
     server.start()
     try:
-        with grpc.insecure_channel(server.address) as channel:
+        with grpc.insecure_channel(server.address, options=channel_options) as channel:
             yield channel
     finally:
         server.stop(0)
@@ -145,6 +147,60 @@ def test_calls_without_a_message_keep_nobody_waiting_and_are_cut_off() -> None:
         assert ModelInferResponse.FromString(call.result()).model_version == "1"
         for messages in [*silent, late]:
             messages.put(b"")
+
+
+NUM_ELEMENTS = 3 << 20
+# Or the client would read ahead whatever comes.
+WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
+
+
+def unread(channel: grpc.Channel) -> Any:
+    """A call that is answered, and whose answer is read when it is asked for."""
+    begin = channel.unary_stream(f"{SERVICE}ModelInfer")
+    call = begin(message(NUM_ELEMENTS), timeout=60, wait_for_ready=True)
+    call.initial_metadata()
+    return call
+
+
+def check_read(call: Any) -> None:
+    (data,) = call
+    assert ModelInferResponse.FromString(data).raw_output_contents == [bytes(NUM_ELEMENTS)]
+
+
+TWO_ANSWERS = RequestLimits(max_bytes_at_once=2 * len(message(NUM_ELEMENTS)) + 1000)
+
+
+def is_answered(channel: grpc.Channel) -> bool:
+    """Whether a call is answered, and not refused since others do not read their answers."""
+    call = channel.unary_unary(f"{SERVICE}ModelInfer").future(message(), timeout=60)
+    if call.exception() is None:
+        return True
+    assert call.code() is CODES.UNAVAILABLE
+    assert "answers that clients do not read have more than" in call.details()
+    return False
+
+
+def test_answers_that_are_not_read_are_bounded_together() -> None:
+    with running(limits=TWO_ANSWERS, channel_options=WINDOW) as channel:
+        calls = [unread(channel), unread(channel)]
+        assert is_answered(channel)
+        calls.append(unread(channel))
+        assert not is_answered(channel)
+        for call in calls:
+            check_read(call)
+        wait_until(lambda: is_answered(channel))
+
+
+def test_answers_that_are_not_read_in_time_are_given_up() -> None:
+    timeouts = ClientTimeouts(send_seconds=1.0)
+    with running(timeouts=timeouts, limits=TWO_ANSWERS, channel_options=WINDOW) as channel:
+        calls = [unread(channel) for _ in range(3)]
+        # Answered, since the first of them was given up, if not others, too.
+        wait_until(lambda: is_answered(channel))
+        with pytest.raises(grpc.RpcError) as caught:
+            next(calls[0])
+        assert caught.value.code() is CODES.CANCELLED  # type: ignore[attr-defined]
+        check_read(unread(channel))
 
 
 def test_calls_that_end_without_a_message_are_refused(channel: grpc.Channel) -> None:

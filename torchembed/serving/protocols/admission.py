@@ -1,4 +1,4 @@
-"""How many requests, and how many bytes of them, are under way at once."""
+"""How many requests, and how many bytes of them and of answers, are under way at once."""
 
 import threading
 
@@ -13,6 +13,7 @@ class Admission:
         self._limits = limits
         self._num_requests = 0
         self._num_bytes = 0
+        self._num_unread_bytes = 0
         self._closed = False
         self._lock = threading.Lock()
 
@@ -59,3 +60,25 @@ class Admission:
         with self._lock:
             self._num_requests -= 1
             self._num_bytes -= num_bytes
+
+    def check_room_for_answer(self) -> None:
+        """Raise where no further answer should be computed, since clients do not read theirs.
+
+        Raises:
+            BusyError: where those that are not read have too many bytes.
+        """
+        if self._num_unread_bytes > self._limits.max_bytes_at_once:
+            raise BusyError(
+                f"answers that clients do not read have more than {self._limits.max_bytes_at_once} "
+                "bytes together; ask again later"
+            )
+
+    def keep_answer(self, num_bytes: int) -> None:
+        """Count the bytes of an answer, until :meth:`let_answer_go`."""
+        with self._lock:
+            self._num_unread_bytes += num_bytes
+
+    def let_answer_go(self, num_bytes: int) -> None:
+        """Count the bytes of an answer no more: its client has them, or is given up."""
+        with self._lock:
+            self._num_unread_bytes -= num_bytes

@@ -91,7 +91,7 @@ class GrpcServer:
                 port = server.add_secure_port(wanted, grpc.ssl_server_credentials([pair]))
         except RuntimeError as error:
             raise OSError(f"gRPC cannot listen at {wanted}: {error}") from error
-        self._service.receiving.start()
+        self._service.waiting.start()
         server.start()
         self._server = server
         self._address = f"{host}:{port}"
@@ -105,5 +105,5 @@ class GrpcServer:
         self.refuse_new()
         if self._server is not None:
             self._server.stop(grace_seconds).wait()
-        self._service.receiving.close()
+        self._service.waiting.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

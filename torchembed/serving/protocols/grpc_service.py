@@ -21,7 +21,7 @@ from torchembed.serving.interface import (
 from torchembed.serving.protocols import access_log, descriptions, grpc_requests, repository
 from torchembed.serving.protocols.admission import Admission
 from torchembed.serving.protocols.grpc_messages import message_class
-from torchembed.serving.protocols.grpc_receiving import ReceivingCalls
+from torchembed.serving.protocols.grpc_waiting import WaitingCalls
 from torchembed.serving.protocols.inference import Inferred, infer
 from torchembed.serving.protocols.metrics import ServerMetrics
 from torchembed.serving.protocols.options import ServerOptions
@@ -67,7 +67,7 @@ class GrpcService:
         self._admission = admission
         self._options = options
         self._inferring = threading.BoundedSemaphore(options.num_threads)
-        self.receiving = ReceivingCalls(options.timeouts.receive_seconds)
+        self.waiting = WaitingCalls(options.timeouts)
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a gRPC server calls."""
@@ -172,10 +172,13 @@ class GrpcService:
                 error=None if error is None else shortened(error),
             )
         )
+        num_kept = len(response)
+        self._admission.keep_answer(num_kept)
+        self.waiting.sending(context, lambda: self._admission.let_answer_go(num_kept))
         return response
 
     def _received(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        with self.receiving.bounded(context):
+        with self.waiting.receiving(context):
             for message in messages:
                 return message
         raise InvalidRequestError("the call must have a message, got none")
@@ -215,6 +218,7 @@ class GrpcService:
     def _infer(self, request: Any) -> tuple[bytes, Inferred]:
         arrived = time.perf_counter()
         with self._inferring:
+            self._admission.check_room_for_answer()
             return infer(
                 self._directory,
                 self._metrics,

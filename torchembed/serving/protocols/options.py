@@ -27,7 +27,8 @@ class RequestLimits:
     max_requests_at_once: int = 1024
     """Under way, those included that wait for a thread."""
     max_bytes_at_once: int = 1024 * _MIB
-    """Of the bodies of all requests under way."""
+    """Of the bodies of all requests under way; over gRPC likewise of all answers that clients have
+    not read, beyond which none is computed."""
     max_connections: int = 4096
     """Open at once over HTTP."""
 
@@ -51,7 +52,8 @@ class ClientTimeouts:
     receive_seconds: float = 60.0
     """From the first byte of a request to its last; over gRPC from the call to its message."""
     send_seconds: float = 60.0
-    """For a client over HTTP to read on, once what it leaves unread fills the buffers."""
+    """For a client over HTTP to read on, once what it leaves unread fills the buffers; over gRPC
+    from the answer until it is read."""
 
     def __post_init__(self) -> None:
         for timeout in fields(self):
