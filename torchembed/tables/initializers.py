@@ -72,6 +72,7 @@ class Uniform:
     def fill(
         self, weight: Tensor, table_key: int, row_ids: RowIds, first_column: int, num_rows: int
     ) -> None:
+        """Fill ``weight [n, columns]``, columns from ``first_column`` on of ``row_ids``."""
         low, high = self.bounds(num_rows)
         _fill_from_counters(
             weight,
@@ -92,6 +93,8 @@ class Normal:
     def fill(
         self, weight: Tensor, table_key: int, row_ids: RowIds, first_column: int, num_rows: int
     ) -> None:
+        """Fill ``weight [n, columns]``, columns from ``first_column`` on of ``row_ids``."""
+
         def draw(keys: Tensor, columns: Tensor) -> Tensor:
             radius = (-2.0 * torch.log1p(-random_uniform(keys, 2 * columns))).sqrt()
             angle = 2.0 * math.pi * random_uniform(keys, 2 * columns + 1)
@@ -109,6 +112,7 @@ class Constant:
     def fill(
         self, weight: Tensor, table_key: int, row_ids: RowIds, first_column: int, num_rows: int
     ) -> None:
+        """Fill ``weight [n, columns]``, columns from ``first_column`` on of ``row_ids``."""
         weight.fill_(self.value)
 
 

@@ -82,9 +82,15 @@ class ModelRepository:
 
     @property
     def is_ready(self) -> bool:
+        """True once :meth:`start` has loaded all models that it is to load."""
         return self._is_ready
 
     def model(self, name: str, version: str | None = None) -> ServedModel:
+        """The version of a model that answers, by default the current one.
+
+        Raises:
+            UnknownModelError, ModelNotReadyError: if there is none that answers.
+        """
         versions = self._known(name)
         number = None if version is None else _number(name, version)
         answering = AnsweringModel(lambda: versions.find(number))
@@ -92,9 +98,15 @@ class ModelRepository:
         return answering
 
     def versions(self, name: str) -> list[str]:
+        """The numbers of the versions that answer, oldest first.
+
+        Raises:
+            UnknownModelError: if there is no such model.
+        """
         return [str(lease.number) for lease in self._known(name).leases()]
 
     def index(self) -> list[IndexEntry]:
+        """All models in the folder, loaded or not, with their states and why one is unavailable."""
         entries = []
         for name in sorted({*models_in(self.folder), *self._models}):
             versions = self._models.get(name)
@@ -107,6 +119,12 @@ class ModelRepository:
         return entries
 
     def load(self, name: str) -> None:
+        """Load the newest version of a model beside the current one, and return when it answers.
+
+        Raises:
+            UnknownModelError: if the folder has no such model, or it is not to be served.
+            ValueError: if it cannot be loaded; the current version goes on answering.
+        """
         options = self._options_of(name)
         found = versions_in(self.folder, name)
         if options is None or not found:
@@ -135,6 +153,11 @@ class ModelRepository:
             versions.state = ModelState.READY
 
     def unload(self, name: str) -> None:
+        """Unload all versions of a model, once they have answered the requests under way.
+
+        Raises:
+            UnknownModelError: if there is no such model.
+        """
         versions = self._known(name)
         with versions.changing:
             versions.state, versions.reason = ModelState.UNLOADING, ""

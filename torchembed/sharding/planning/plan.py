@@ -127,6 +127,7 @@ class ShardingPlan:
 
     @property
     def ranks_per_node(self) -> int:
+        """The number of ranks on each node."""
         return self.num_ranks // self.num_nodes
 
     def table(self, name: str) -> TablePlan:

@@ -81,6 +81,7 @@ class RankCost:
 
     @property
     def held_bytes(self) -> int:
+        """Bytes of the rank's memory that rows, optimizer state, growth and buffers take."""
         return self.weight_bytes + self.growth_bytes + self.buffer_bytes
 
     @property

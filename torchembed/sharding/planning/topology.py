@@ -148,6 +148,7 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks on all nodes."""
         return self.num_nodes * self.ranks_per_node
 
     @property

@@ -78,6 +78,12 @@ class RedisStore:
         return self._refresher.num_lost_keys
 
     def table(self, name: str, line_bytes: int) -> RedisTable:
+        """The table ``name`` with lines of ``line_bytes`` bytes, made if there is none.
+
+        Raises:
+            ValueError: if the table has lines of another length.
+            RowStoreError: if the store is only read and has no such table.
+        """
         check_table(name, line_bytes)
         self._check_open()
         record = {
@@ -104,6 +110,7 @@ class RedisStore:
         return table
 
     def tables(self) -> dict[str, int]:
+        """The ``line_bytes`` of each table, by its name."""
         self._check_open()
         if self.redis_options.layout is RedisLayout.HUGECTR:
             return self._hugectr_tables()
@@ -162,6 +169,7 @@ class RedisStore:
         return copied
 
     def close(self) -> None:
+        """Close the connections; the rows stay in Redis."""
         try:
             self._refresher.close()
         finally:

@@ -65,6 +65,12 @@ class RocksDBStore:
             raise
 
     def table(self, name: str, line_bytes: int) -> RocksDBTable:
+        """The table ``name`` with lines of ``line_bytes`` bytes, made if there is none.
+
+        Raises:
+            ValueError: if the table has lines of another length.
+            RowStoreError: if the store is only read and has no such table.
+        """
         check_table(name, line_bytes)
         database = self._database
         with database.lock:
@@ -82,11 +88,13 @@ class RocksDBStore:
         return RocksDBTable(database, name, line_bytes)
 
     def tables(self) -> dict[str, int]:
+        """The ``line_bytes`` of each table, by its name."""
         with self._database.lock:
             self._database.check_open()
             return {name: record.line_bytes for name, record in self._database.records.items()}
 
     def sync(self) -> None:
+        """Return when all that was written before survives the end of the machine."""
         self._database.sync()
 
     def snapshot(self) -> "RocksDBStore":
@@ -193,6 +201,7 @@ class RocksDBStore:
             raise
 
     def close(self) -> None:
+        """Close the database; the rows stay in the folder."""
         self._database.close()
 
     def __enter__(self) -> Self:

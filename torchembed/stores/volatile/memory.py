@@ -54,6 +54,7 @@ class VolatileMemoryStore(TablesInMemory["_VolatileMemoryTable"]):
         self._refresher.flush()
 
     def close(self) -> None:
+        """Release the memory, with all rows."""
         try:
             self._refresher.close()
         finally:
