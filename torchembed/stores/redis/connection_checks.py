@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -57,7 +57,7 @@ class ConnectionChecks:
         """How often all connections were to be checked anew."""
 
     def check(
-        self, node: Node, connection: "Connection", nodes: Callable[[], Collection[Node]]
+        self, node: Node, connection: "Connection", nodes: Callable[[], Iterable[Node]]
     ) -> None:
         """Check a connection, unless it is checked. Raises errors of the package redis.
 
@@ -88,7 +88,7 @@ class ConnectionChecks:
             _ask(connection, *late)
         # A server that was a replica meanwhile has the rows of its master.
         state = state_of(run, _field(replication, b"master_replid"))
-        if not self._known.is_known(node, state, nodes()):
+        if not self._known.is_known(node, state, nodes):
             self._empty(node, connection)
         self._known.note(node, state)
         with self._lock:

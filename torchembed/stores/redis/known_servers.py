@@ -1,7 +1,7 @@
 """Servers of a Redis whose rows are known to be no older than those of a store below it."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -38,7 +38,7 @@ class KnownServers:
         self._first: set[Node] | None = None
         """At the first use the servers that were there then, and have not been asked yet."""
 
-    def is_known(self, node: Node, state: bytes, nodes: Collection[Node]) -> bool:
+    def is_known(self, node: Node, state: bytes, nodes: Callable[[], Iterable[Node]]) -> bool:
         """True where the rows of a server are no older than they should be.
 
         At the first use, when no server is on record, rows are taken as they are.
@@ -46,10 +46,10 @@ class KnownServers:
         Args:
             node: the server.
             state: 16 bytes that differ from those of other states.
-            nodes: all servers of now.
+            nodes: gives all servers of now; asked once, at the first use.
         """
         if self._is_first_use and self._first is None:
-            self._first = set(nodes)
+            self._first = set(nodes())
         if self._first is not None and node in self._first:
             return True
         return self._states.get(_key(node)) == state
