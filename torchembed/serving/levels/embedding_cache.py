@@ -158,10 +158,6 @@ class EmbeddingCache:
         """The device that keys come to and rows are given on."""
         return self.devices[0]
 
-    def group(self, table: int) -> CacheGroup:
-        """The group of a table, on the first device: its dim and format are those of all."""
-        return self._groups[self.group_of[table]][0]
-
     def find(
         self, keys: Tensor, tables: Tensor, *, is_use: bool = True, reads: bool = False
     ) -> FoundRows:

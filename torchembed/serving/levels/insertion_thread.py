@@ -54,7 +54,7 @@ class InsertionThread(Generic[M]):
                 if item is None:
                     return
                 self._handle(item)
-            except (RuntimeError, OSError, ValueError):
+            except Exception:  # noqa: BLE001 - whatever it is, others wait for the thread
                 _log.exception("missing rows were not inserted; lookups will miss them again")
                 self._note_failure()
             finally:
