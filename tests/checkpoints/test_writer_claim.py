@@ -2,7 +2,6 @@
 
 import gc
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ import fsspec
 import pytest
 from torch import nn
 
-from tests.support.rank_processes import IMPORTED
+from tests.support.fork_server import fork_server
 from torchembed.training import CheckpointFolder, TrainingRun
 
 LIMIT_SECONDS = 240.0
@@ -52,9 +51,7 @@ class OtherRun:
     """A process of its own that saves in a folder."""
 
     def __init__(self, path: Path) -> None:
-        # Forked from one process that has imported torch, since importing takes seconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(IMPORTED))
+        context = fork_server()
         self._orders, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(path, theirs), daemon=True)
         self.process.start()

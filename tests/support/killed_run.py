@@ -2,12 +2,11 @@
 
 import functools
 import json
-import multiprocessing
 import os
 import signal
 import sys
 import threading
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
-from tests.support.rank_processes import IMPORTED
+from tests.support.fork_server import fork_server
 from tests.support.tiny_model import KEYS, TinyModel, make_batch, make_optimizers, step_by_hand
 from torchembed import LFU, Disk, Dynamic, EmbeddingBagConfig, HostMemory, MinimumCount
 from torchembed.core import ranks
@@ -150,8 +149,7 @@ class Launcher:
     """Starts ranks quickly: they are forked from a process that has imported all that they need."""
 
     def __init__(self) -> None:
-        self.context: ForkServerContext = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(list(IMPORTED))
+        self.context = fork_server()
 
     def start(
         self, num_ranks: int, store: Path, fatal: dict[int, tuple[int, Path]], **arguments: Any

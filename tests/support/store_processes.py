@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import gc
-import multiprocessing
 import os
 import resource
 import signal
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.support.fork_server import fork_server
 from torchembed.stores import RocksDBOptions, RocksDBStore, RowStoreError
 
 LIMIT_SECONDS = 120.0
@@ -46,8 +46,7 @@ class Running(NamedTuple):
 
 def start(function: Callable[..., None], *arguments: Any) -> Running:
     """``function(messages, *arguments)`` in a process of its own, with no thread but the first."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchembed.stores"])
+    context = fork_server()
     ours, theirs = context.Pipe()
     process = context.Process(target=function, args=(theirs, *arguments), daemon=True)
     process.start()
