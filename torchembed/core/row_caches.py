@@ -24,7 +24,7 @@ class CacheCounter(enum.IntEnum):
 
 
 class RowCache(NamedTuple):
-    """Which of ``R`` stored rows lie in which of ``C`` slots; any row may lie in any slot.
+    """The slots, ``C`` of them, that hold some of ``R`` stored rows; any row may lie in any slot.
 
     A free slot has the row -1, the last use 0, and is neither recent nor dirty.
     """

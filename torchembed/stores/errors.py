@@ -1,4 +1,4 @@
-"""What fails in a store itself, whatever its caller gave it.
+"""Errors of a store itself, whatever its caller gave it.
 
 Faults of the operating system (no such folder, no permission, a full disk) are ``OSError``, as
 elsewhere in Python, and mistakes of callers are ``ValueError`` and ``TypeError``.
@@ -14,7 +14,7 @@ class StoreInUseError(RowStoreError):
 
 
 class CorruptStoreError(RowStoreError):
-    """What is on disk is not what was written there."""
+    """A store on disk does not hold what was written there."""
 
 
 class StoreUnavailableError(RowStoreError):

@@ -1,4 +1,4 @@
-"""What stores in the memory of a process have in common: named tables, and being closed."""
+"""The base of stores in the memory of a process: named tables, and being closed."""
 
 import threading
 from types import TracebackType

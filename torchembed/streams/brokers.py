@@ -18,7 +18,7 @@ _OURS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerOptions:
-    """How brokers are reached."""
+    """Options of connections to brokers."""
 
     start_timeout_seconds: float = 10.0
     """How long to wait for a broker at start."""
@@ -86,7 +86,7 @@ class BrokerErrors:
 
 
 def client_settings(brokers: str, options: BrokerOptions, errors: BrokerErrors) -> dict[str, Any]:
-    """What producers and consumers have in common.
+    """The settings that producers and consumers have in common.
 
     Raises:
         ValueError: for ``brokers`` that name none.

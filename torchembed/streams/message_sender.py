@@ -39,7 +39,7 @@ class MessageSender:
 
     @property
     def num_waiting(self) -> int:
-        """How many messages brokers have not confirmed yet."""
+        """Number of messages that brokers have not confirmed yet."""
         return len(self._producer)
 
     def check(self) -> None:
@@ -168,8 +168,8 @@ class MessageSender:
         return len(self._producer)
 
     def _note_if_fatal(self, error: BaseException) -> None:
-        """Where a producer has lost its place in the order of messages it refuses all that are
-        left, and all further ones: let another one take its place."""
+        """Let another producer take over from one that has lost its place in the order of messages:
+        it refuses all that are left, and all further ones."""
         of_kafka = error.args[0]
         if not of_kafka.fatal() and of_kafka.code() != kafka().KafkaError._FATAL:
             return

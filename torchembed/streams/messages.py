@@ -65,12 +65,12 @@ class Message:
 
 
 def max_body_bytes(message_bytes: int) -> int:
-    """How many bytes of keys and rows, or of a dense part, fit beside the longest names."""
+    """Number of bytes of keys and rows, or of a dense part, that fit beside the longest names."""
     return message_bytes - HEADER_BYTES - 2 * MAX_NAME_CHARACTERS
 
 
 def max_rows_in(message_bytes: int, row_bytes: int) -> int:
-    """How many keys and rows fit into a message."""
+    """Number of keys and rows that fit into a message."""
     return max_body_bytes(message_bytes) // (_KEY_BYTES + row_bytes)
 
 

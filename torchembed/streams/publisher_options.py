@@ -1,4 +1,4 @@
-"""How updates are sent, and the counts of what was sent."""
+"""Options of publishers, and the counts of what they sent."""
 
 import enum
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class MessageForm(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class PublisherOptions(BrokerOptions):
-    """How updates are sent."""
+    """Options of the sending of updates."""
 
     form: MessageForm = MessageForm.TORCHEMBED
     hugectr_key_bytes: int = 8

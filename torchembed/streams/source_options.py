@@ -1,4 +1,4 @@
-"""How updates are received, and the counts of what came."""
+"""Options of sources of updates, and the counts of what came."""
 
 import re
 from collections import Counter
@@ -13,7 +13,7 @@ from torchembed.streams.topics import DEFAULT_FILTER, check_model_name
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(BrokerOptions):
-    """How updates are received."""
+    """Options of the receiving of updates."""
 
     models: tuple[str, ...] | None = None
     """Whose updates; None for those of all models."""
@@ -82,7 +82,7 @@ class SourceStatistics:
 
 
 class Lag(NamedTuple):
-    """How far a source is behind the publishers."""
+    """The distance of a source behind the publishers."""
 
     num_messages: int
     """In its partitions and not polled yet."""

@@ -14,7 +14,7 @@ DEFAULT_FILTER = r"(torchembed|hps_et)\..+\..+|torchembed-dense\..+"
 
 
 class TopicContents(NamedTuple):
-    """What the name of a topic says."""
+    """The contents of a topic, as its name says."""
 
     kind: str
     """``ROWS``, ``DENSE`` or ``HUGECTR``."""
@@ -50,7 +50,7 @@ def check_model_name(model: str) -> None:
 
 
 def contents_of(topic: str) -> TopicContents | None:
-    """What the name of a topic says, None where it is no topic of updates."""
+    """The contents that the name of a topic says; None where it is no topic of updates."""
     kind, _, rest = topic.partition(".")
     model, _, table = rest.partition(".")
     if not _MODEL.fullmatch(model):

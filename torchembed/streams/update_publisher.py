@@ -69,7 +69,7 @@ class UpdatePublisher:
 
     @property
     def num_waiting(self) -> int:
-        """How many messages brokers have not confirmed yet."""
+        """Number of messages that brokers have not confirmed yet."""
         return self._sender.num_waiting
 
     def publish_rows(

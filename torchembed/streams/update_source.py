@@ -110,7 +110,7 @@ class UpdateSource:
 
     @property
     def num_partitions(self) -> int:
-        """How many partitions this instance has of its group's."""
+        """Number of partitions that this instance has of its group's."""
         return len(self._consumer.assignment())
 
     def poll(self, timeout_seconds: float) -> list[Update]:
@@ -169,7 +169,7 @@ class UpdateSource:
         return True
 
     def lag(self) -> Lag:
-        """How far it is behind, as far as is known without asking brokers."""
+        """The distance behind the publishers, as far as is known without asking brokers."""
         num_messages = 0
         for partition in self._consumer.assignment():
             low, high = self._consumer.get_watermark_offsets(partition, cached=True)

@@ -198,8 +198,8 @@ class RowIndex(Protocol):
         ...
 
     def contents(self, table: int) -> dict[str, Tensor]:
-        """Which ids a table holds and in which of its rows, and what is known of their use, by
-        name; views. Empty where ids are the numbers of rows."""
+        """The ids that a table holds, their rows in it, and what is known of their use, by name;
+        views. Empty where ids are the numbers of rows."""
         ...
 
     def load_contents(self, table: int, contents: Mapping[str, Tensor]) -> None:

@@ -189,8 +189,8 @@ class Table:
         return self.holder.held_weight()
 
     def index_contents(self) -> dict[str, Tensor]:
-        """Which ids the table holds and in which of its rows, and what is known of their use, by
-        name; views. Empty where ids are the numbers of rows."""
+        """The ids that the table holds, their rows in it, and what is known of their use, by name;
+        views. Empty where ids are the numbers of rows."""
         if not hasattr(self, "group"):  # of a copy, before its module has formed groups
             return self.kept_contents or {}
         return self.group.index.contents(self.group.tables.index(self))

@@ -236,7 +236,7 @@ def _check_range(table: Table, ids: Tensor) -> None:
 
 
 def _bounds(features: SparseFeatures) -> list[int]:
-    """Where the ids of each feature begin, and the last ones end."""
+    """The positions at which the ids of each feature begin, and the last ones end."""
     if features.hotness is not None:
         counts = (hotness * features.batch_size for hotness in features.hotness)
         return [0, *itertools.accumulate(counts)]

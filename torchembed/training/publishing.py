@@ -19,7 +19,7 @@ from torchembed.training.published_ids import PublishedIds
 
 
 class Published(NamedTuple):
-    """What a call published from this rank."""
+    """The counts of what a call published from this rank."""
 
     is_whole: bool
     """True where it was all rows of all tables."""
@@ -179,7 +179,7 @@ class ModelPublisher:
                 self._ids[weight].add(chunk.keys)
 
     def _changes(self, is_whole: bool) -> _Changes:
-        """What there is to publish; collective."""
+        """Find what there is to publish; collective."""
         modules = self._modules()
         is_whole = ranks.any_rank(is_whole or self._marks.keys() != modules.keys())
         found = {}

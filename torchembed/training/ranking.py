@@ -10,7 +10,7 @@ from torchembed.core import ranks
 
 
 class RankingEvaluation(NamedTuple):
-    """How high each user's held-out item ranks among the candidates."""
+    """Measures of how high each user's held-out item ranks among the candidates."""
 
     hit_rate: dict[int, float]
     """For each k, the part of the users whose item is among the first k."""

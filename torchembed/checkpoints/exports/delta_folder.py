@@ -131,7 +131,7 @@ class DeltaFolder:
         partial.rename(folder_of(self.path, number))
 
     def _changes(self, model: nn.Module, number: int) -> "_Changes":
-        """What has changed since the last export, or of a whole one the rows that ids share;
+        """Find what has changed since the last export, or for a whole one the rows that ids share;
         collective."""
         named = model.named_modules()
         modules = {n: m for n, m in named if isinstance(m, TableModule) and m.has_dynamic_tables}

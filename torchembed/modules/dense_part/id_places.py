@@ -1,4 +1,4 @@
-"""Which argument of a model the ids of a lookup are, or which columns of it."""
+"""The argument of a model, or the columns of it, that the ids of a lookup are."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Which parts of a model's result answers have, under which names."""
+"""The parts of a model's result that answers have, and their names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""How features reach table modules, found out by running the model once."""
+"""A run of a model that records how features reach its table modules."""
 
 import dataclasses
 from collections.abc import Mapping

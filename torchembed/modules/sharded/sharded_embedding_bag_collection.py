@@ -182,7 +182,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         return _RoutedBags(route, sharded, replicated, sizes)
 
     def _valid_ids(self, route: Route) -> Tensor | None:
-        """Which of the ids that came to this rank its row indices look up, as
+        """True for the ids that came to this rank and that its row indices look up, as
         :attr:`Route.is_valid`."""
         return route.is_valid
 

@@ -1,4 +1,4 @@
-"""Which of the ranks that share a dynamic table holds the row of an id."""
+"""The rank, of those that share a dynamic table, that holds the row of an id."""
 
 from torchembed.ops.id_shares.function import are_in_share, shares_of_ids
 

@@ -140,7 +140,7 @@ class CostModel:
         return device_bytes + use.index_bytes(shard.num_rows)
 
     def _held(self, use: TableUse, shard: Shard, storage: Storage) -> tuple[HeldRows, int]:
-        """Where the rows of ``shard`` are, and the bytes of one with its optimizer state."""
+        """The memories that hold the rows of ``shard``, and the bytes of a row with its state."""
         line_bytes = self.line_bytes(use, shard.num_columns)
         return use.held_rows(storage, shard.num_rows, line_bytes), line_bytes
 

@@ -74,7 +74,7 @@ class Option:
 
     @functools.cached_property
     def most_seconds(self) -> float:
-        """Of its parts, on the rank that holds it."""
+        """The most seconds that a part takes on the rank that holds it."""
         return float(self.holder_seconds.max(initial=0.0))
 
     @functools.cached_property

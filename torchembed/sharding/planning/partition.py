@@ -56,8 +56,8 @@ class HashPartition:
     ranks: tuple[int, ...]
 
     def places_of(self, ids: Tensor) -> Tensor:
-        """For each of ``ids [L]`` the place, in :attr:`ranks`, of the rank that holds its row,
-        int64 ``[L]``: a function of the id and of the number of ranks alone.
+        """The place in :attr:`ranks` of the rank that holds the row of each of ``ids [L]``, int64
+        ``[L]``: a function of the id and of the number of ranks alone.
 
         On the device of ``ids``; never waits for a GPU.
         """

@@ -53,8 +53,8 @@ def _least_ranks(topology: Topology, bytes_of_tables: Sequence[int]) -> int:
 
 
 def _of_nodes(report: PlanReport) -> str:
-    """What the fullest node needs of its host's memory and of its disk, and what all nodes have,
-    where that counts at all. What nothing is put into is not needed."""
+    """Sentences on what the fullest node needs of its host's memory and of its disk, and on what
+    all nodes have, for each of the two that counts. What nothing is put into is not needed."""
     topology = report.topology
     per_node, num_nodes = topology.ranks_per_node, topology.num_nodes
     needs, sums = "", ""

@@ -63,8 +63,8 @@ def held_rows(
     is_rounded: bool,
     takes_any_id: bool,
 ) -> HeldRows:
-    """Where ``num_rows`` are, each of ``line_bytes`` with its optimizer state. Rows that are in
-    several places count in each.
+    """The memories that hold ``num_rows``, each of ``line_bytes`` with its optimizer state. Rows
+    that are in several places count in each.
 
     Args:
         is_rounded: True where updates round rows.

@@ -42,7 +42,7 @@ class TableUse:
         return self.spec.index.bytes_for(num_rows) + keys
 
     def held_rows(self, storage: Storage | None, num_rows: int, line_bytes: int) -> HeldRows:
-        """Where ``num_rows`` of the table are, each of ``line_bytes`` with its optimizer state."""
+        """The memories that hold ``num_rows`` of the table, of ``line_bytes`` each with state."""
         takes_any_id = self.spec.index.takes_any_id
         return held_rows(
             storage, num_rows, line_bytes, is_rounded=self.is_rounded, takes_any_id=takes_any_id

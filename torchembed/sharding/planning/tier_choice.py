@@ -1,4 +1,4 @@
-"""Which tables a planner takes from the devices, to host memory or disk, and how much of each the
+"""The choice of tables that leave the devices, for host memory or disk, and of how much of each the
 faster memories hold."""
 
 import enum

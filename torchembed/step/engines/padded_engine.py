@@ -298,7 +298,8 @@ def _measure(
 def _agreed(
     calls: Sequence[LookupCall], needed: Sequence[int], num_needed: Sequence[int]
 ) -> list[list[int]]:
-    """For each call, so many numbers of those ``needed``; each the most that a rank needs."""
+    """The capacities of each call: the most that a rank needs, given by the next ``num_needed`` of
+    the numbers ``needed``."""
     numbers = iter(needed)
     return [
         call.collection.agreed_capacity(list(itertools.islice(numbers, count)))

@@ -16,7 +16,7 @@ KEY_BYTES = 8
 
 
 class PartitionNames(NamedTuple):
-    """What a partition of a table has in Redis, all on one server since the braces are the same."""
+    """Keys of what a partition of a table has in Redis, on one server since their braces agree."""
 
     values: bytes
     """A hash of lines by the 8 bytes of keys."""

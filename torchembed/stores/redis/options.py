@@ -1,4 +1,4 @@
-"""How a store in Redis is reached."""
+"""Options of stores in Redis."""
 
 import dataclasses
 import enum
@@ -12,7 +12,7 @@ DEFAULT_PORT = 6379
 
 
 class RedisLayout(enum.Enum):
-    """How tables lie in Redis."""
+    """Layouts of tables in Redis."""
 
     TORCHEMBED = "torchembed"
     """As :class:`~torchembed.stores.RedisStore` writes them."""
@@ -57,7 +57,7 @@ class RedisTls:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RedisOptions:
-    """Where the Redis of a :class:`~torchembed.stores.RedisStore` is, and how it is used.
+    """The addresses of the Redis of a :class:`~torchembed.stores.RedisStore`, and its use.
 
     Args:
         addresses: ``host:port``, or ``host`` for port 6379. Of a cluster some of its nodes, which

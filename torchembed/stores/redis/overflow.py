@@ -36,7 +36,8 @@ class OverflowResolver:
                 pass
 
     def _evict_coldest(self, names: PartitionNames, generation: bytes, num_left: int) -> bool:
-        """Whether the overflow is resolved."""
+        """Evict the coldest keys; False where too many rows are left, since some of these were used
+        meanwhile."""
         keys, accesses = self._candidates(names)
         num_going = max(len(keys) - num_left, 1)
         if num_going < len(keys):

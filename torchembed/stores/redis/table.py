@@ -105,7 +105,7 @@ class RedisTable:
         return sum(length for (length,) in lengths)
 
     def drop(self) -> None:
-        """As :meth:`RowTable.drop`, but for the table's name, which stays on record."""
+        """Delete all rows, as :meth:`RowTable.drop`; the table's name stays on record."""
         for chunk in self.chunks(_DROPPED_ROWS):
             self.delete(chunk.keys)
 

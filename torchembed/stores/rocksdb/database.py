@@ -45,7 +45,7 @@ Under 0 are records: the format under no further bytes, and each table under its
 
 
 class TableRecord(NamedTuple):
-    """What the database knows of a table."""
+    """The database's record of a table."""
 
     number: int
     line_bytes: int
@@ -102,7 +102,7 @@ class Database:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has the database open."""
+        """True while this process has the database open."""
         return not self._is_closed and self._process == os.getpid()
 
     def check_open(self) -> None:
@@ -274,7 +274,7 @@ class Database:
 
 
 def prefix(number: int) -> bytes:
-    """What the keys of table ``number`` begin with."""
+    """The beginning of the keys of table ``number``."""
     return number.to_bytes(PREFIX_BYTES, "big")
 
 

@@ -1,4 +1,4 @@
-"""Who may use a database that is now and then opened anew."""
+"""Access to a database that is now and then opened anew."""
 
 import contextlib
 import threading

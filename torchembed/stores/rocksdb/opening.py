@@ -1,4 +1,4 @@
-"""How RocksDB is opened."""
+"""The opening of RocksDB, to write or to read."""
 
 from pathlib import Path
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""What a user may set of a store in RocksDB."""
+"""Options of stores in RocksDB."""
 
 import dataclasses
 import enum
@@ -7,7 +7,7 @@ from torchembed.stores.arguments import check_positive
 
 
 class Compression(enum.Enum):
-    """How blocks of lines are compressed on disk. Trained rows shrink little."""
+    """Compression of blocks of lines on disk. Trained rows shrink little."""
 
     NONE = "none"
     LZ4 = "lz4"

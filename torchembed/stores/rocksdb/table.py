@@ -41,7 +41,7 @@ class RocksDBTable:
 
     @property
     def _number(self) -> int:
-        """Which changes where the database is replaced by another one."""
+        """The table's number, which changes where the database is replaced by another one."""
         return self._database.record(self.name).number
 
     def read(self, keys: Tensor, lines: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class RocksDBTable:
 
     @property
     def _first(self) -> bytes | None:
-        """Where the table's keys begin in the database."""
+        """The beginning of the table's keys in the database."""
         return prefix(self._number)
 
     def _next(self, kind: str, begin: bytes, size: int) -> tuple[list[Any], bytes | None]:

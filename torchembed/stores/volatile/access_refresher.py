@@ -22,8 +22,8 @@ class NotingTable(Protocol[Read]):
 
 
 class _Waiting(Generic[Read]):
-    """What the thread and those who wake it share. It outlives the refresher by the thread's end
-    alone."""
+    """State that the thread and those who wake it share. It outlives the refresher by the
+    thread's end alone."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

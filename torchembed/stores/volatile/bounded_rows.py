@@ -31,7 +31,7 @@ _ALWAYS = torch.full((1,), torch.iinfo(torch.int64).max)
 
 
 class FoundRows(NamedTuple):
-    """Where keys were, at a time."""
+    """Partitions and slots of keys, as they were at a time."""
 
     keys: Tensor
     """int64 ``[n]``."""
@@ -75,7 +75,7 @@ class BoundedRows:
         return self._index.keys[self._index.digests > 0].sort().values
 
     def find(self, keys: Tensor) -> FoundRows:
-        """Where ``keys`` are."""
+        """Find the slots of ``keys``."""
         partitions = self._partitions_of(keys)
         return FoundRows(keys, partitions, find_slots(self._index, keys, partitions))
 
@@ -212,7 +212,7 @@ class BoundedRows:
         self.num_moves += 1
 
     def _coldest(self, slots: Tensor, num_rows: int) -> Tensor:
-        """Which ``num_rows`` of ``slots`` go: positions."""
+        """The positions of the ``num_rows`` of ``slots`` that go."""
         if self._options.overflow_policy is OverflowPolicy.EVICT_RANDOM:
             return torch.randperm(len(slots))[:num_rows]
         touched = self._index.touched[slots].numpy()

@@ -1,4 +1,4 @@
-"""What a user may set of stores that hold a bounded number of rows."""
+"""Options of stores that hold a bounded number of rows."""
 
 import dataclasses
 import enum
@@ -12,7 +12,7 @@ MAX_BATCH_ROWS = 262_143
 
 
 class OverflowPolicy(enum.Enum):
-    """Which rows go where a partition holds too many."""
+    """Choices of the rows that go where a partition holds too many."""
 
     EVICT_OLDEST = "evict_oldest"
     """Those that were read or written the longest time ago."""
@@ -78,7 +78,7 @@ class VolatileOptions:
 
     @property
     def notes_accesses(self) -> bool:
-        """Whether which rows go depends on when or how often they were read."""
+        """True where times or numbers of reads decide which rows go."""
         return (
             self.overflow_margin_rows is not None
             and self.overflow_policy is not OverflowPolicy.EVICT_RANDOM

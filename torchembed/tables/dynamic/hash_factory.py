@@ -24,7 +24,8 @@ class HashFactory:
     takes_any_id = True
 
     def rows_for(self, capacity: int) -> int:
-        """As many, or a few more, so that buckets are equally large; and those that ids share."""
+        """``capacity``, or a few more so that buckets are equally large, and the rows that ids
+        share."""
         shape = growing_shapes(capacity)[-1] if self.grows else table_shape(capacity)
         return shape.num_rows + self.dynamic.num_hashed_rows
 

@@ -126,8 +126,8 @@ class LineMover:
         self._last = self._on_thread(task)
 
     def made(self, make: Callable[[], MoveBuffer]) -> MoveBuffer:
-        """What ``make`` gives, called on the thread: one that captures a graph may not lock
-        memory."""
+        """Call ``make`` on the thread and return its result: a thread that captures a graph may not
+        lock memory."""
         found: list[MoveBuffer] = []
         self._on_thread(lambda: found.append(make())).result()
         return found[0]
@@ -161,8 +161,8 @@ class LineMover:
 
 
 class RecordedMoves(NamedTuple):
-    """What replays of a captured call do about lines: where it brings rows to the device, lines
-    must be there; and of those that it chooses to move, the host must have them moved."""
+    """The moves of lines that replays of a captured call need: lines must be there where it brings
+    rows to the device, and the host must move those that it chooses to move."""
 
     mover: LineMover
     buffer: MoveBuffer | None = None

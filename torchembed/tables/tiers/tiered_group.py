@@ -110,7 +110,7 @@ class TieredGroup(TableGroup):
         raise NotImplementedError
 
     def _stored_places(self, rows: Tensor) -> Tensor:
-        """Where in :attr:`_stored` each of ``rows`` lies, -1 for row -1."""
+        """The places of ``rows`` in :attr:`_stored`, -1 for row -1."""
         raise NotImplementedError
 
     @property

@@ -1,4 +1,4 @@
-"""Which ids dynamic tables hold, in the state dicts of TorchRec's sharded collections.
+"""The ids that dynamic tables hold, in the state dicts of TorchRec's sharded collections.
 
 Beside ``<table>.weight`` stand ``<table>.index.ids`` and so on, as in torchembed's own modules.
 Where a hash divides the ids over ranks they are sharded as the weight's rows are; else the ranks

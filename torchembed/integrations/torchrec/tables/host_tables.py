@@ -96,16 +96,17 @@ class HostTables(FusedTables):
         return [group for group in self.groups if isinstance(group, TieredGroup)]
 
     def flush(self) -> None:
-        """As the overridden method. Rows and states may then be changed in place, unless backward
-        is still to update rows: what a pipeline has prepared ahead is read anew."""
+        """Write trained rows to host memory, as the overridden method. Rows and states may then be
+        changed in place, unless backward is still to update rows: what a pipeline has prepared
+        ahead is read anew."""
         for group in self._tiered_groups:
             group.write_back()
             if group not in self._under_way:
                 group.forget_cached()
 
     def reset_cache_states(self) -> None:
-        """As the overridden method. What was trained is written to host memory first: what is
-        loaded may be some tables alone, or rows without their states."""
+        """Empty the caches, as the overridden method, once what was trained is written to host
+        memory: what is loaded may be some tables alone, or rows without their states."""
         for group in self._tiered_groups:
             group.write_back()
             group.forget_cached()
