@@ -9,7 +9,7 @@ from torch import nn
 
 import torchembed
 from torchembed.checkpoints.files import save_planner
-from torchembed.checkpoints.files.rank_files import NUM_THREADS, in_threads
+from torchembed.checkpoints.files.in_threads import NUM_THREADS, in_threads
 from torchembed.training import CheckpointFolder, TrainingRun
 
 NUM_TABLES = 32

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.planning import (
+    assert_planned_within,
     cost_model,
     make_stored_use,
     make_tiered_topology,
@@ -19,8 +20,6 @@ from torchembed.sharding import (
     Host,
     NodeDisk,
     Planner,
-    PlanReport,
-    ShardingPlan,
     TableConstraint,
     TableUse,
 )
@@ -226,20 +225,4 @@ def test_no_plan_takes_more_than_there_is(
     )
     topology = dataclasses.replace(topology, devices_are_hosts=is_on_cpus)
     planner = Planner(batch_size=16, optimizer=optim.RowwiseAdagrad)
-    report: PlanReport | None = None
-    try:
-        report = planner.plan(tables, topology)
-    except ValueError as error:
-        assert str(error).startswith("tables do not fit: in the best plan found rank ")  # noqa: PT017
-    if report is None:
-        return
-    for node in range(num_nodes):
-        ranks = report.ranks[node * ranks_per_node : (node + 1) * ranks_per_node]
-        assert max(rank.held_bytes for rank in ranks) <= memory_bytes
-        assert sum(rank.host_bytes for rank in ranks) <= host_bytes
-        assert sum(rank.disk_bytes for rank in ranks) <= disk_bytes
-    for plan in report.plan.tables:
-        configured = tables[plan.table].spec.storage
-        assert configured in (None, plan.storage)
-    assert ShardingPlan.from_json(report.plan.to_json()) == report.plan
-    assert planner.plan(tables, topology) == report
+    assert_planned_within(planner, tables, topology)

@@ -11,7 +11,13 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from tests.support.planning import cost_model, make_host_topology, make_stored_use, make_use
+from tests.support.planning import (
+    assert_planned_within,
+    cost_model,
+    make_host_topology,
+    make_stored_use,
+    make_use,
+)
 from torchembed import (
     Dynamic,
     optim,
@@ -21,7 +27,6 @@ from torchembed.sharding import (
     Host,
     Placement,
     Planner,
-    PlanReport,
     ShardingPlan,
     TableConstraint,
     TableUse,
@@ -302,22 +307,7 @@ def test_no_plan_takes_more_than_there_is(
         optimizer=optim.RowwiseAdagrad,
         distinct_ids={} if distinct_ids is None else dict.fromkeys(features, distinct_ids),
     )
-    report: PlanReport | None = None
-    try:
-        report = planner.plan(tables, topology)
-    except ValueError as error:
-        assert str(error).startswith("tables do not fit: in the best plan found rank ")  # noqa: PT017
-    if report is None:
-        return
-    for node in range(num_nodes):
-        ranks = report.ranks[node * ranks_per_node : (node + 1) * ranks_per_node]
-        assert max(rank.held_bytes for rank in ranks) <= memory_bytes
-        assert sum(rank.host_bytes for rank in ranks) <= host_bytes
-    for plan in report.plan.tables:
-        configured = tables[plan.table].spec.storage
-        assert configured in (None, plan.storage)
-    assert ShardingPlan.from_json(report.plan.to_json()) == report.plan
-    assert planner.plan(tables, topology) == report
+    assert_planned_within(planner, tables, topology)
 
 
 def test_working_sets_of_two_batches_are_cached() -> None:

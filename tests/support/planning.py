@@ -155,3 +155,25 @@ planners = st.builds(
     optimizer=st.sampled_from((optim.SGD, optim.Adagrad, optim.RowwiseAdagrad, optim.Adam)),
     fixed_hotness=st.booleans(),
 )
+
+
+def assert_planned_within(
+    planner: Planner, tables: Mapping[str, TableUse], topology: Topology
+) -> None:
+    """A plan takes no more than there is, keeps the storages that configs name, goes through JSON,
+    and comes out again; or it is refused for lack of memory."""
+    try:
+        report = planner.plan(tables, topology)
+    except ValueError as error:
+        assert str(error).startswith("tables do not fit: in the best plan found rank ")  # noqa: PT017
+        return
+    per_node, disk_bytes = topology.ranks_per_node, topology.disk.capacity_bytes or 0
+    for first in range(0, topology.num_ranks, per_node):
+        ranks = report.ranks[first : first + per_node]
+        assert max(rank.held_bytes for rank in ranks) <= topology.memory_bytes
+        assert sum(rank.host_bytes for rank in ranks) <= topology.host.memory_bytes
+        assert sum(rank.disk_bytes for rank in ranks) <= disk_bytes
+    for plan in report.plan.tables:
+        assert tables[plan.table].spec.storage in (None, plan.storage)
+    assert ShardingPlan.from_json(report.plan.to_json()) == report.plan
+    assert planner.plan(tables, topology) == report

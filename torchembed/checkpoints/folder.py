@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torchembed.checkpoints.files.atomic_folder import AtomicFolder
 from torchembed.checkpoints.files.database_files import DatabaseFolders
+from torchembed.checkpoints.files.in_threads import in_threads
 from torchembed.checkpoints.files.rank_files import (
     CheckpointReader,
     CheckpointWriter,
-    in_threads,
 )
 from torchembed.checkpoints.files.storage import FileDigest, Storage
 from torchembed.checkpoints.folder_contents import MARKER_FILE, CheckpointName, FolderContents

@@ -7,9 +7,8 @@ chunk of every tensor until a file is done, and loses the errors of its threads.
 import dataclasses
 import io
 import os
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,12 +30,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchembed.checkpoints.files import save_planner
+from torchembed.checkpoints.files.in_threads import NUM_THREADS, in_threads
 from torchembed.checkpoints.files.tensor_file import bytes_of
-
-T = TypeVar("T")
-
-NUM_THREADS = 4
-"""Threads of a rank: enough that checksums and copies do not hold up a disk of some GB/s."""
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -106,36 +101,6 @@ class CheckpointReader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-
-def in_threads(action: Callable[[T], None], items: Sequence[T]) -> None:
-    """Run ``action(item)`` for each item in up to ``NUM_THREADS`` threads; raise the first error.
-
-    Threads of ``concurrent.futures`` may not begin once the program has come to its end, where an
-    asynchronous save may still be under way.
-    """
-    # An iterator over a list gives each item to one thread alone, since a call of next is atomic.
-    left, errors = iter(items), []
-
-    def work() -> None:
-        for item in left:
-            if errors:
-                return
-            try:
-                action(item)
-            except BaseException as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-
-    threads = [
-        threading.Thread(target=work, name="checkpoint-file")
-        for _ in range(min(NUM_THREADS, len(items)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def _parts(items: Sequence[WriteItem]) -> list[list[WriteItem]]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torchembed.checkpoints.files.atomic_folder import AtomicFolder, unfinished
 from torchembed.checkpoints.files.checked_json import from_checked_json, to_checked_json
-from torchembed.checkpoints.files.rank_files import in_threads
+from torchembed.checkpoints.files.in_threads import in_threads
 from torchembed.checkpoints.files.storage import FileDigest, Storage
 from torchembed.checkpoints.rows.row_files import (
     ColumnForm,
