@@ -26,6 +26,7 @@ LONGEST_FIRST = (
     "tests/packaging/test_examples.py",
     "tests/packaging/test_site.py",
     "tests/sharding/test_planner_at_scale.py",
+    "tests/sharding/test_disk_in_plans.py",
     "tests/step/test_dynamic_tables_in_steps.py",
     "tests/sharding/test_sharded_training.py",
     "tests/modules/test_programs_of_collections.py",
