@@ -189,11 +189,9 @@ class DictSlots:
         return AdmittedRows(torch.tensor(found, dtype=torch.int64))
 
 
-@dataclasses.dataclass(frozen=True)
-class DictFactory:
-    """Makes :class:`DictIndex`."""
+class _FixedRows:
+    """The numbers of rows of factories whose indices never grow."""
 
-    takes_any_id = True
     grows = False
     moved_row_bytes = 0
 
@@ -208,6 +206,13 @@ class DictFactory:
 
     def added_rows(self, num_rows: int, of_rows: int) -> int:
         return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DictFactory(_FixedRows):
+    """Makes :class:`DictIndex`."""
+
+    takes_any_id = True
 
     def bytes_for(self, num_rows: int) -> int:
         """As if each row had an id of 8 bytes."""
@@ -218,24 +223,10 @@ class DictFactory:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordingFactory:
+class RecordingFactory(_FixedRows):
     """Makes :class:`RecordingIndex`."""
 
     takes_any_id = False
-    grows = False
-    moved_row_bytes = 0
-
-    def rows_for(self, capacity: int) -> int:
-        return capacity
-
-    def rows_of_part(self, num_rows: int, num_parts: int) -> int:
-        return -(-num_rows // num_parts)
-
-    def initial_rows(self, num_rows: int, of_rows: int) -> int:
-        return num_rows
-
-    def added_rows(self, num_rows: int, of_rows: int) -> int:
-        return 0
 
     def bytes_for(self, num_rows: int) -> int:
         return 0
