@@ -1,7 +1,10 @@
 """Huge embedding tables for PyTorch: sharded over GPUs, looked up, pooled and updated in place."""
 
+from typing import TYPE_CHECKING
+
 from torchembed import optim
 from torchembed.core.features import SparseFeatures
+from torchembed.core.later_imports import later_imports
 from torchembed.core.lookup_results import JaggedTensor, KeyedTensor
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.pytrees import register_trees
@@ -14,8 +17,6 @@ from torchembed.modules import (
     EmbeddingCollection,
     EmbeddingConfig,
     convert,
-    plan_embeddings,
-    shard_embeddings,
     split_parameters,
 )
 from torchembed.tables import (
@@ -46,7 +47,18 @@ from torchembed.tables import (
     gather_delta,
 )
 
+if TYPE_CHECKING:
+    from torchembed.modules import plan_embeddings, shard_embeddings
+
 register_trees()
+__getattr__ = later_imports(
+    __name__,
+    {
+        "plan_embeddings": "torchembed.modules",
+        "shard_embeddings": "torchembed.modules",
+        "sharding": "torchembed.sharding",
+    },
+)
 
 __version__ = "0.1.0"
 
@@ -94,3 +106,8 @@ __all__ = [
     "shard_embeddings",
     "split_parameters",
 ]
+
+
+def __dir__() -> list[str]:
+    # Names that are imported later, too, for whoever completes them.
+    return sorted({*globals(), *__all__})

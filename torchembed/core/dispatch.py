@@ -121,6 +121,7 @@ def _given_fields(kernel: Kernel) -> Kernel:
     return launch
 
 
+@functools.cache
 def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 

@@ -1,5 +1,8 @@
 """The ``nn.Module``s that people import."""
 
+from typing import TYPE_CHECKING
+
+from torchembed.core.later_imports import later_imports
 from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig
 from torchembed.modules.convert import convert
 from torchembed.modules.dense.cross import Cross, LowRankCross
@@ -9,8 +12,21 @@ from torchembed.modules.embedding import Embedding, EmbeddingBag
 from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
 from torchembed.modules.embedding_collection import EmbeddingCollection
 from torchembed.modules.model_parameters import ModelParameters, split_parameters
-from torchembed.modules.sharded.model_plan import plan_embeddings, table_uses
-from torchembed.modules.sharded.shard import shard_embeddings
+
+if TYPE_CHECKING:
+    from torchembed.modules.sharded.model_plan import plan_embeddings, table_uses
+    from torchembed.modules.sharded.shard import shard_embeddings
+
+_PLANS = "torchembed.modules.sharded.model_plan"
+# Sharding is a quarter of all modules, and of no use to a process alone.
+__getattr__ = later_imports(
+    __name__,
+    {
+        "plan_embeddings": _PLANS,
+        "table_uses": _PLANS,
+        "shard_embeddings": "torchembed.modules.sharded.shard",
+    },
+)
 
 __all__ = [
     "MLP",

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from torchembed.core.own_storage import with_own_storage
 from torchembed.core.stand_ins import is_stand_in
-from torchembed.sharding.transport.global_rows import are_here
 from torchembed.tables import (
     HashFactory,
     Table,
@@ -197,6 +196,10 @@ def _wrong_places(
     table: Table, contents: Mapping[str, Tensor], num_rows: int, key: str
 ) -> list[str]:
     """The errors of ids that do not lie where ``table`` looks for them, with ``num_rows``."""
+    from torchembed.sharding.transport.global_rows import (
+        are_here,  # a process alone imports it here
+    )
+
     factory = table.spec.index
     if not isinstance(factory, HashFactory):
         return []

@@ -2,13 +2,16 @@
 
 import weakref
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchembed.sharding.transport.gradient_mean import GradientMean
 from torchembed.tables import table_of
+
+if TYPE_CHECKING:
+    from torchembed.sharding.transport.gradient_mean import GradientMean
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute by which a module tells ``DistributedDataParallel`` names to leave alone."""
@@ -44,7 +47,7 @@ class DenseOwner:
         """Copies start without a wrapper."""
         return DenseOwner, ()
 
-    def note_forward(self, module: nn.Module, mean: GradientMean | None) -> None:
+    def note_forward(self, module: nn.Module, mean: "GradientMean | None") -> None:
         """Note a forward of a sharded ``module``: ``mean`` leaves out the parameters that a
         ``DistributedDataParallel`` around the module averages, and comes after other hooks.
 

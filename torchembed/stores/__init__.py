@@ -4,6 +4,9 @@ servers read and write.
 A row is a line of bytes, all of one length within a table; what the bytes mean, its users know.
 """
 
+from typing import TYPE_CHECKING
+
+from torchembed.core.later_imports import later_imports
 from torchembed.stores.errors import (
     CorruptStoreError,
     RowStoreError,
@@ -15,14 +18,32 @@ from torchembed.stores.errors import (
 from torchembed.stores.interface import LineChunk, RowStore, RowTable
 from torchembed.stores.memory import MemoryStore
 from torchembed.stores.read_ahead import ReadAheadCounts, ReadAheadTable
-from torchembed.stores.redis.options import RedisLayout, RedisOptions, RedisTls
-from torchembed.stores.redis.store import RedisStore
 from torchembed.stores.rocksdb.files import sync_to_disk
 from torchembed.stores.rocksdb.options import Compression, RocksDBOptions
 from torchembed.stores.rocksdb.store import RocksDBStore
-from torchembed.stores.volatile.memory import VolatileMemoryStore
-from torchembed.stores.volatile.memory_bytes import volatile_memory_bytes
-from torchembed.stores.volatile.options import OverflowPolicy, VolatileOptions
+
+if TYPE_CHECKING:
+    from torchembed.stores.redis.options import RedisLayout, RedisOptions, RedisTls
+    from torchembed.stores.redis.store import RedisStore
+    from torchembed.stores.volatile.memory import VolatileMemoryStore
+    from torchembed.stores.volatile.memory_bytes import volatile_memory_bytes
+    from torchembed.stores.volatile.options import OverflowPolicy, VolatileOptions
+
+_REDIS, _VOLATILE = "torchembed.stores.redis", "torchembed.stores.volatile"
+# Stores of servers; tables on disk, which any program may have, use none of them.
+__getattr__ = later_imports(
+    __name__,
+    {
+        "OverflowPolicy": f"{_VOLATILE}.options",
+        "RedisLayout": f"{_REDIS}.options",
+        "RedisOptions": f"{_REDIS}.options",
+        "RedisStore": f"{_REDIS}.store",
+        "RedisTls": f"{_REDIS}.options",
+        "VolatileMemoryStore": f"{_VOLATILE}.memory",
+        "VolatileOptions": f"{_VOLATILE}.options",
+        "volatile_memory_bytes": f"{_VOLATILE}.memory_bytes",
+    },
+)
 
 __all__ = [
     "Compression",
