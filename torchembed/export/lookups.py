@@ -32,6 +32,17 @@ def look_up(
         weights: one for each id, floating, in the form of ``ids``.
         padding_id: an id that pooled bags are looked up without.
     """
+    if lengths is None and combining is not Combining.EACH and ids.shape[1] == 1:
+        # A bag of one id is its vector, which a gather by [B] gives without a copy.
+        return look_up(
+            weight,
+            ids.squeeze(1),
+            lengths=None,
+            weights=None if weights is None else weights.squeeze(1),
+            combining=Combining.EACH,
+            padding_id=padding_id,
+            bad_ids=bad_ids,
+        )
     num_rows = weight.shape[0]
     is_left_out: Tensor | None = None
     if bad_ids is BadIds.CLAMP:
@@ -68,13 +79,11 @@ def look_up(
 
 
 def _pooled(vectors: Tensor, is_padding: Tensor | None, combining: Combining) -> Tensor:
-    hotness = vectors.shape[1]
-    # A gather alone is faster than one with a sum of one vector.
-    total = vectors.squeeze(1) if hotness == 1 else vectors.sum(1)
+    total = vectors.sum(1)
     if combining is Combining.SUM:
         return total
     if is_padding is None:
-        return total / hotness
+        return total / vectors.shape[1]
     counts = (~is_padding).to(vectors.dtype).sum(1, keepdim=True)
     return total / counts.clamp_min(1.0)
 

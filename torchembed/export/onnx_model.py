@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.onnx.errors import OnnxExporterError
 
+from torchembed.export.constant_gathers import split_constant_gathers
 from torchembed.export.torch_warnings import without_warnings_of_copies
 from torchembed.export.traced_model import TracedModel
 from torchembed.modules.dense_part.errors import DeployError
@@ -40,6 +41,7 @@ def to_onnx(traced: TracedModel, lines: SourceLines) -> "onnx_ir.Model":
             f"{causes[-1]}"
         ) from error
     assert converted is not None
+    split_constant_gathers(converted.model)
     return converted.model
 
 
