@@ -10,7 +10,7 @@ from torch import nn
 
 import torchembed
 from tests.support.object_stores import download, folder_of_url
-from torchembed.checkpoints import DeltaFolder, export_rows, load_deltas, open_rows
+from torchembed.checkpoints import export_rows, open_rows
 from torchembed.tables import RowChunk
 from torchembed.training import (
     CheckpointFolder,
@@ -148,11 +148,3 @@ def test_an_export_that_was_stopped_is_none(bucket: str, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="no such row"):
         export_safetensors(model, f"{bucket}/failed")
     assert download(f"{bucket}/failed") == {}
-
-
-def test_numbered_exports_want_a_local_folder(bucket: str) -> None:
-    message = r"path must be a local folder, in which exports are renamed once whole, got s3://"
-    with pytest.raises(ValueError, match=message):
-        DeltaFolder(bucket)
-    with pytest.raises(ValueError, match=message):
-        load_deltas(make_run(0).model, bucket)

@@ -1,8 +1,6 @@
 """Exports of a model one after the other, each of what has changed since the one before."""
 
 import functools
-import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +11,13 @@ from torch import Tensor, nn
 from torchembed.checkpoints.exports.model_shards import ModelShards
 from torchembed.checkpoints.exports.whole_model import write_tensors
 from torchembed.checkpoints.files.checked_json import to_checked_json
+from torchembed.checkpoints.files.numbered_folders import numbered_folders
+from torchembed.checkpoints.files.storage import Storage
 from torchembed.checkpoints.files.tensor_file import bytes_of, header_of
 from torchembed.checkpoints.rows.model_rows import model_rows
 from torchembed.checkpoints.rows.row_folder import export_rows
 from torchembed.core import ranks
-from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
+from torchembed.core.ranks.collective_errors import decide_on_first_rank
 from torchembed.modules.table_module import TableModule
 from torchembed.tables import (
     DeltaMark,
@@ -30,7 +30,6 @@ from torchembed.tables import (
 
 FORMAT = 1
 DESCRIPTION, CHANGES, REST, ROWS = "delta.json", "changes.safetensors", "rest.safetensors", "rows"
-_NUMBER = re.compile(r"\d{6,}")
 
 
 class Description(NamedTuple):
@@ -50,21 +49,24 @@ class DeltaFolder:
 
     All else, dense parameters, buffers and static tables, is whole in each. A copy of the model
     elsewhere follows by :func:`~torchembed.checkpoints.load_deltas`. An export is a folder of
-    safetensors files by its number, which appears once it is whole. Optimizer state is not in it.
+    safetensors files by its number, which appears once it is whole; in an object store it counts
+    once its ``delta.json`` is there. Optimizer state is not in it.
 
     Args:
-        path: a local folder that all ranks see, made where there is none.
+        path: a local folder, or the URL of one, which fsspec knows. All ranks see it; it is made
+            where there is none.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = local_folder(path)
+        self.path = path
+        self._folders = numbered_folders(path, DESCRIPTION)
         self._marks: dict[str, DeltaMark] = {}
         self._number: int | None = None
         """The number of the export that the marks are of."""
 
     def numbers(self) -> list[int]:
         """The numbers of the exports that are there, in order."""
-        return numbers_in(self.path)
+        return self._folders.numbers()
 
     @torch.no_grad()
     def export(self, model: nn.Module, number: int) -> bool:
@@ -73,7 +75,7 @@ class DeltaFolder:
         It is a whole one where this object has not written the one before of the same model, as in
         a run that goes on from a checkpoint, where tables were loaded since, or where more ids have
         left them than their ``deletion_log`` holds. Exports of this number and later ones, of steps
-        that are trained once more, are removed.
+        that are trained once more, are removed: at the end, in an object store at the beginning.
 
         Args:
             number: from 0 on; that before it must be there.
@@ -87,48 +89,38 @@ class DeltaFolder:
             OSError: if writing fails.
         """
         what = f"export number {number} to {self.path}"
-        partial = self.path / f"{number:06d}.partial"
-        decide_on_first_rank(lambda: self._begin(partial, number), what)
+        decide_on_first_rank(lambda: self._begin(number), what)
+        folder = self._folders.unfinished(number)
+        storage = Storage(folder)
         found, tables = self._changes(model, number), dynamic_tables(model)
         names = sorted({n for of_rank in ranks.gather_objects(list(tables)) for n in of_rank})
         here = {n: t for n, t in tables.items() if t.is_sharded or ranks.rank() == 0}
         for name in names:
             whole = model_rows(model, name, with_states=False) if found.is_whole else iter(())
             chunks = _chunks(here[name], found, name, whole) if name in here else iter(())
-            export_rows(chunks, partial / ROWS / name)
+            export_rows(chunks, f"{folder}/{ROWS}/{name}")
         changes = _of_all_ranks({n: (t.id_share.place, found.tables[n]) for n, t in here.items()})
         described = {"format": FORMAT, **Description(number, found.is_whole, names)._asdict()}
-
-        def write() -> None:
-            _write_file(partial / CHANGES, changes)
-            (partial / DESCRIPTION).write_bytes(to_checked_json(described))
-
-        raise_on_all_ranks(lambda: write() if ranks.rank() == 0 else None, what)
+        decide_on_first_rank(lambda: _write_file(storage, CHANGES, changes), what)
         shards = ModelShards(model)
         rest = {n: w for n, w in shards.tensors.items() if not is_of_tables(n, names)}
-        write_tensors(shards, functools.partial((partial / REST).open, "wb"), rest, what)
-        decide_on_first_rank(lambda: self._end(partial, number), what)
+        open_file = functools.partial(storage.create_stream, storage.path(REST), "wb")
+        write_tensors(shards, open_file, rest, what)
+        description = to_checked_json(described)
+        decide_on_first_rank(lambda: self._folders.complete(number, description), what)
         self._marks, self._number = found.marks, number
         return found.is_whole
 
-    def _begin(self, partial: Path, number: int) -> None:
+    def _begin(self, number: int) -> None:
         if number < 0:
             raise ValueError(f"number must not be negative, got {number}")
-        self.path.mkdir(parents=True, exist_ok=True)
         there = self.numbers()
         if number and number - 1 not in there:
             raise ValueError(
                 f"number must follow one that is there, got {number}, and {self.path} holds "
                 f"{there}; go on from the last"
             )
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-
-    def _end(self, partial: Path, number: int) -> None:
-        # The last first, so that no export is there without those before it.
-        for later in reversed([n for n in self.numbers() if n >= number]):
-            shutil.rmtree(folder_of(self.path, later))
-        partial.rename(folder_of(self.path, number))
+        self._folders.begin(number)
 
     def _changes(self, model: nn.Module, number: int) -> "_Changes":
         """Find what has changed since the last export, or for a whole one the rows that ids share;
@@ -163,31 +155,6 @@ class _Changes(NamedTuple):
     """Changes of what this rank holds of dynamic tables, by their weights."""
     marks: dict[str, DeltaMark]
     """The marks of this moment, by the names of modules."""
-
-
-def local_folder(path: str | Path) -> Path:
-    """``path``, of a folder of exports.
-
-    Raises:
-        ValueError: for a URL.
-    """
-    if "://" in str(path):
-        raise ValueError(
-            f"path must be a local folder, in which exports are renamed once whole, got {path}; "
-            "copy finished exports there"
-        )
-    return Path(path)
-
-
-def numbers_in(path: Path) -> list[int]:
-    """The numbers of the exports in a folder, in order; none where there is no folder."""
-    names = (entry.name for entry in path.iterdir()) if path.is_dir() else ()
-    return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
-
-
-def folder_of(path: Path, number: int) -> Path:
-    """The folder of an export in that of all."""
-    return path / f"{number:06d}"
 
 
 def dynamic_tables(model: nn.Module) -> dict[str, Table]:
@@ -229,9 +196,9 @@ def _of_all_ranks(here: Mapping[str, tuple[int, TableDelta]]) -> dict[str, Tenso
     return {name: torch.cat(of_parts) for name, of_parts in tensors.items()}
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_file(storage: Storage, name: str, tensors: Mapping[str, Tensor]) -> None:
     """Write a file of the safetensors format."""
-    with path.open("wb") as file:
+    with storage.create_stream(storage.path(name), "wb") as file:
         file.write(header_of({n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}))
         for tensor in tensors.values():
             file.write(bytes_of(tensor))

@@ -13,13 +13,12 @@ from torchembed.checkpoints.exports.delta_folder import (
     ROWS,
     Description,
     dynamic_tables,
-    folder_of,
     is_of_tables,
-    local_folder,
-    numbers_in,
 )
 from torchembed.checkpoints.exports.whole_model import import_tables
 from torchembed.checkpoints.files.checked_json import from_checked_json
+from torchembed.checkpoints.files.numbered_folders import NumberedFolders, numbered_folders
+from torchembed.checkpoints.files.storage import Storage
 from torchembed.checkpoints.files.tensor_file import open_safetensors
 from torchembed.checkpoints.rows.model_rows import load_rows
 from torchembed.checkpoints.rows.row_folder import open_rows
@@ -47,7 +46,7 @@ def load_deltas(model: nn.Module, path: str | Path, *, after: int | None = None)
     which each rank has of its own, other numbers of ranks take the mean.
 
     Args:
-        path: of the exports, which all ranks see.
+        path: of the exports, or its URL, which all ranks see.
         after: number of the export that the model holds already; None for none.
 
     Returns:
@@ -59,25 +58,28 @@ def load_deltas(model: nn.Module, path: str | Path, *, after: int | None = None)
         ValueError: if a file is not as it was written, or a name, shape or dtype is not the
             model's.
     """
-    path, what = local_folder(path), f"load the exports in {path}"
-    exports = raise_on_all_ranks(lambda: _exports_to_read(path, after), what)
+    what = f"load the exports in {path}"
+    folders = numbered_folders(path, DESCRIPTION)
+    exports = raise_on_all_ranks(lambda: _exports_to_read(path, folders, after), what)
     last = exports[-1].number if exports else after
     assert last is not None
     num_left_out = 0
     for export in exports:
-        num_left_out += _load_tables(model, folder_of(path, export.number), export, what)
+        num_left_out += _load_tables(model, folders.folder(export.number), export, what)
     if exports:
-        _load_rest(model, folder_of(path, last) / REST, exports[-1], what)
+        _load_rest(model, f"{folders.folder(last)}/{REST}", exports[-1], what)
     return last, num_left_out
 
 
-def _exports_to_read(path: Path, after: int | None) -> list[Description]:
+def _exports_to_read(
+    path: str | Path, folders: NumberedFolders, after: int | None
+) -> list[Description]:
     """The exports to read, in order; none where the last one is ``after``.
 
     Raises:
         FileNotFoundError: if there is none, or one that is needed is missing.
     """
-    there = numbers_in(path)
+    there = folders.numbers()
     if not there or (after is not None and there[-1] < after):
         raise FileNotFoundError(
             f"path must hold exports of a model{'' if after is None else f' from {after} on'}, and "
@@ -91,15 +93,17 @@ def _exports_to_read(path: Path, after: int | None) -> list[Description]:
                 f"path must hold all exports from a whole one on, and {path} lacks number {number} "
                 f"before {number + 1}; copy it there"
             )
-        found.append(_read_description(folder_of(path, number), number))
+        found.append(_read_description(folders.folder(number), number))
         number -= 1
     return found[::-1]
 
 
-def _read_description(folder: Path, number: int) -> Description:
-    file = folder / DESCRIPTION
+def _read_description(folder: str, number: int) -> Description:
+    storage = Storage(folder)
+    file = storage.path(DESCRIPTION)
+    content = storage.read(file)
     try:
-        fields = from_checked_json(file.read_bytes())
+        fields = from_checked_json(content)
         version = fields.pop("format")
         if version == FORMAT:
             return Description(**fields)._replace(number=number)
@@ -108,7 +112,7 @@ def _read_description(folder: Path, number: int) -> Description:
     raise ValueError(f"file {file} has format {version}, and this release knows {FORMAT}")
 
 
-def _load_tables(model: nn.Module, folder: Path, export: Description, what: str) -> int:
+def _load_tables(model: nn.Module, folder: str, export: Description, what: str) -> int:
     tables, num_left_out = dynamic_tables(model), 0
     known = {name for of_rank in ranks.gather_objects(list(tables)) for name in of_rank}
     if known != set(export.tables):
@@ -116,14 +120,14 @@ def _load_tables(model: nn.Module, folder: Path, export: Description, what: str)
             f"model must have the dynamic tables of {folder}, {sorted(export.tables)}, got "
             f"{sorted(known)}"
         )
-    changes = raise_on_all_ranks(lambda: open_safetensors(folder / CHANGES), what)
+    changes = raise_on_all_ranks(lambda: open_safetensors(f"{folder}/{CHANGES}"), what)
     for name in export.tables:
         table = tables.get(name)
         if table is not None and export.is_whole:
             clear_ids(table)
         elif table is not None:
             erase_ids(table, changes[f"{name}.deleted"])
-        rows = raise_on_all_ranks(lambda name=name: open_rows(folder / ROWS / name), what)
+        rows = raise_on_all_ranks(lambda name=name: open_rows(f"{folder}/{ROWS}/{name}"), what)
         num_left_out += load_rows(model, name, rows)
         shared = changes[f"{name}.shared"]
         raise_on_all_ranks(
@@ -154,7 +158,7 @@ def _load_shared(name: str, table: Table | None, shared: Tensor) -> None:
     write_numbered_rows(table, torch.arange(first, table.num_rows), of_part[:, columns], {})
 
 
-def _load_rest(model: nn.Module, file: Path, export: Description, what: str) -> None:
+def _load_rest(model: nn.Module, file: str, export: Description, what: str) -> None:
     """Give all that is not of dynamic tables its values."""
     found = raise_on_all_ranks(lambda: open_safetensors(file), what)
     static = {
