@@ -34,7 +34,7 @@ class FollowedModels:
         version: int,
         deleted_keys: Tensor | None = None,
     ) -> None:
-        if not any(t.name.startswith(f"{model}/") for t in self.lookup.tables):
+        if not any(t.name.startswith(f"{model}/") for t in self.lookup.cache.tables):
             raise UnknownModelError(f"there is no model {model}")
         self.lookup.apply_rows(f"{model}/{table}", keys, rows, deleted_keys)
         self.applied.setdefault(f"{model}/{table}", []).append(version)
@@ -48,9 +48,9 @@ class FollowedModels:
     def rows_of(self, table: str, ids: Sequence[int]) -> dict[int, Tensor]:
         """The rows that a lookup gives for those of ``ids`` that have one."""
         keys = torch.tensor(list(ids), dtype=torch.int64)
-        place = [t.name for t in self.lookup.tables].index(table)
+        place = [t.name for t in self.lookup.cache.tables].index(table)
         found = self.lookup.look_up(keys, torch.full((len(keys),), place, dtype=torch.int32))
-        dim = self.lookup.tables[place].dim
+        dim = self.lookup.cache.tables[place].dim
         return {
             id_: row[:dim]
             for id_, row, is_default in zip(

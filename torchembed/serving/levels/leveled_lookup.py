@@ -57,16 +57,12 @@ class LeveledLookup:
     Args:
         cache: may be shared with others that have the same ``levels``.
         levels: below it; None for a static cache, which has none.
-        tables: names of the tables that :meth:`look_up` takes by their places; by default all of
-            the cache.
         hit_rate_threshold: above 1 every lookup that misses ids waits for them. At 0 none does,
             and none waits for a GPU either.
-        max_waiting_insertions: lookups whose rows wait to be inserted behind. Those of further
-            ones are not inserted: they are missed again.
 
     Raises:
-        ValueError: for tables that cache or levels lack, or have in another form; for levels below
-            a static cache, and for none below another one.
+        ValueError: for tables that levels lack, or have in another form; for levels below a static
+            cache, and for none below another one.
     """
 
     def __init__(
@@ -74,18 +70,12 @@ class LeveledLookup:
         cache: EmbeddingCache,
         levels: RowLevels | None,
         *,
-        tables: Sequence[str] | None = None,
         hit_rate_threshold: float = 0.9,
-        max_waiting_insertions: int = 64,
     ) -> None:
         if not hit_rate_threshold >= 0:
             raise ValueError(
                 f"hit_rate_threshold must not be negative, got {hit_rate_threshold}; above 1 every "
                 "lookup waits for missing rows"
-            )
-        if max_waiting_insertions < 1:
-            raise ValueError(
-                f"max_waiting_insertions must be positive, got {max_waiting_insertions}"
             )
         if (levels is None) != (cache.kind is CacheKind.STATIC):
             raise ValueError(
@@ -102,17 +92,10 @@ class LeveledLookup:
             )
         self.cache, self.levels = cache, levels
         self._threshold = hit_rate_threshold
-        names = [table.name for table in cache.tables] if tables is None else list(tables)
-        places = positions_of(names, cache.tables)
-        self.tables = tuple(cache.tables[place] for place in places)
-        """The tables that :meth:`look_up` takes, in their order."""
-        # The last one, which index -1 reads, is of no table.
-        self._places = torch.tensor([*places, -1], dtype=torch.int32, device=cache.device)
-        self._is_whole = places == list(range(len(cache.tables)))
         self._plans: dict[tuple[tuple[str, ...], tuple[ServedFeature, ...]], FeaturePlan] = {}
         self._totals = LookupTotals()
         self._missing = None if levels is None else MissingRows(cache, levels, self._totals)
-        self._behind = WorkBehind(cache, self._missing, self._totals, max_waiting_insertions)
+        self._behind = WorkBehind(cache, self._missing, self._totals)
 
     @torch.no_grad()
     def look_up(self, keys: Tensor, tables: Tensor) -> LookedUpRows:
@@ -120,8 +103,8 @@ class LeveledLookup:
 
         Args:
             keys: int64 ``[L]``, any integers.
-            tables: int32 ``[L]``: the place of each id's table among :attr:`tables`; -1 where there
-                is no id.
+            tables: int32 ``[L]``: the place of each id's table among the cache's; -1 where there is
+                no id.
 
         Returns:
             On the cache's device. D is the greatest dim of the tables; narrower rows end in zeros.
@@ -135,8 +118,6 @@ class LeveledLookup:
         checks.check_numel("tables", tables, keys.numel(), "as keys has")
         device = self.cache.device
         keys, places = keys.to(device), tables.to(device)
-        if not self._is_whole:
-            places = self._places[places.long()]
         with self._totals.timed(Stage.CACHE), self.cache.access.reading():
             rows, is_default, _, found = self.cache.look_up(keys, places)
         for part in self._settle(keys, places, found):

@@ -10,6 +10,9 @@ from torchembed.serving.levels.insertion_thread import InsertionThread
 from torchembed.serving.levels.lookup_statistics import Count, LookupTotals
 from torchembed.serving.levels.missing_rows import MissingRows
 
+_MAX_WAITING_LOOKUPS = 64
+"""Lookups that wait for the thread. What further ones missed is not inserted, and is missed again.
+"""
 _LOOKUPS_BETWEEN_KEPT = 16
 """Lookups between two whose rows a cache of whole tables is to have on the device."""
 
@@ -41,7 +44,6 @@ class WorkBehind:
         cache: that is looked up.
         missing: reads what it lacks; None where nothing is below it.
         totals: in which lookups are counted.
-        max_waiting: lookups that wait for the thread.
     """
 
     def __init__(
@@ -49,11 +51,10 @@ class WorkBehind:
         cache: EmbeddingCache,
         missing: MissingRows | None,
         totals: LookupTotals,
-        max_waiting: int,
     ) -> None:
         self._cache, self._missing, self._totals = cache, missing, totals
         self._thread = InsertionThread[_Missed | _Used](
-            self._work, lambda: totals.add(Count.FAILED_INSERTIONS), max_waiting
+            self._work, lambda: totals.add(Count.FAILED_INSERTIONS), _MAX_WAITING_LOOKUPS
         )
         self._num_until_kept = 0
         """Lookups before the next one whose rows are to be on the device."""
