@@ -205,7 +205,8 @@ def stored_rows(results: Path) -> list[Row]:
     for file in sorted(results.glob("*.json")):
         stored = json.loads(file.read_text())
         hardware = stored["hardware"]
-        gpu = hardware if isinstance(hardware, str) else hardware["gpu"]
+        # Results of a CPU name no GPU.
+        gpu = hardware if isinstance(hardware, str) else hardware["gpu"] or "none"
         rows += [{"gpu": gpu} | row for row in stored["rows"]]
     return rows
 

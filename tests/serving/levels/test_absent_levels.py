@@ -70,6 +70,8 @@ def test_one_that_answers_late_holds_up_no_update() -> None:
             # Were one of them to wait for the store, none would let it go.
             write(levels, float(number))
             assert numbers(levels) == {number}
+            # Also while it is asked to delete them.
+            assert levels.statistics()[0].num_missed_keys == len(KEYS)
         assert levels.statistics()[0].is_away and upper.num_asked == 1
         upper.is_away = False
         upper.let_go.set()

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,15 @@ class LevelStatistics:
     -1 where there were too many, and whole tables will be emptied."""
     is_away: bool
     """True while it is left out."""
+
+
+class _Missed(NamedTuple):
+    """Updates that a level has missed."""
+
+    keys: dict[str, set[int]]
+    """Of each table."""
+    whole: set[str]
+    """Tables of which it missed more keys than are remembered."""
 
 
 class Level:
@@ -86,6 +96,8 @@ class Level:
         self._missed: dict[str, set[int]] = {}
         self._lost_count: set[str] = set()
         """Tables of which it missed more keys than are remembered."""
+        self._deleting = _Missed({}, set())
+        """What it missed, while it is asked to delete that."""
         self._num_hits = self._num_promoted = self._num_faults = 0
         self._marks, self._marked = marks, set[str]()
         if marks is not None:
@@ -183,13 +195,12 @@ class Level:
     def statistics(self) -> LevelStatistics:
         """The counts of now."""
         with self._lock:
-            num_missed = sum(map(len, self._missed.values()))
             return LevelStatistics(
                 name=self.name,
                 num_hits=self._num_hits,
                 num_promoted_rows=self._num_promoted,
                 num_faults=self._num_faults,
-                num_missed_keys=-1 if self._lost_count else num_missed,
+                num_missed_keys=self._num_missed_keys(),
                 is_away=self._is_away,
             )
 
@@ -235,8 +246,9 @@ class Level:
         """Delete all that was missed; where that is done the level is used again."""
         while True:
             with self._lock:
-                missed, whole = self._missed, self._lost_count
+                missed, whole = self._deleting = _Missed(self._missed, self._lost_count)
                 self._missed, self._lost_count = {}, set()
+            is_deleted = False
             try:
                 if self._ends_being_away(missed, whole):
                     return
@@ -245,15 +257,18 @@ class Level:
                     self._empty(self._table(name))
                 for name, keys in missed.items():
                     self._table(name).delete(torch.tensor(sorted(keys), dtype=torch.int64))
+                is_deleted = True
             except FAULTS as error:
-                with self._lock:
-                    for name, keys in missed.items():
-                        self._missed.setdefault(name, set()).update(keys)
-                    self._lost_count |= whole
                 self._note_fault(error)
                 return
-            with self._lock:
-                self._has_answered = True
+            finally:
+                with self._lock:
+                    self._deleting = _Missed({}, set())
+                    self._has_answered = is_deleted
+                    if not is_deleted:
+                        for name, keys in missed.items():
+                            self._missed.setdefault(name, set()).update(keys)
+                        self._lost_count |= whole
 
     def _ends_being_away(self, missed: dict[str, set[int]], whole: set[str]) -> bool:
         """True where nothing was missed since the last look, and the level is used from now on."""
@@ -270,6 +285,14 @@ class Level:
     def _empty(self, table: RowTable) -> None:
         for chunk in table.chunks(_EMPTIED_ROWS):
             table.delete(chunk.keys)
+
+    def _num_missed_keys(self) -> int:
+        """As :attr:`LevelStatistics.num_missed_keys`; whoever calls it has the lock."""
+        if self._lost_count or self._deleting.whole:
+            return -1
+        tables = self._missed.keys() | self._deleting.keys.keys()
+        missed, deleting = self._missed, self._deleting.keys
+        return sum(len(missed.get(t, set()) | deleting.get(t, set())) for t in tables)
 
     def _note_if_away(self, table: str, keys: Tensor) -> bool:
         """Note that ``keys`` are missed where the level is away, which is what it returns."""
