@@ -221,7 +221,7 @@ def mlperf(data: str | Path | None = None) -> DlrmConfig:
 
 
 def fitting(data: str | Path | None = None) -> DlrmConfig:
-    """The run for MLPerf's files, for other clicks, or without data the quickstart."""
+    """DLRM-DCNv2 on MLPerf's files or another click log; without data, the quickstart."""
     if data is None:
         return quickstart()
     path = data_path(data)
