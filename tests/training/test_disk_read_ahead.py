@@ -49,6 +49,13 @@ def counts_of(model: nn.Module) -> list[ReadAheadCounts]:
     return [table_of(group).counts for group in groups]
 
 
+def readers_since(before: set[threading.Thread]) -> list[str]:
+    """Names of threads that read for batches to come, but for those of other tests, whose pipelines
+    may live on until they are collected."""
+    started = set(threading.enumerate()) - before
+    return [thread.name for thread in started if "to come" in thread.name]
+
+
 def wait_until_read(table: ReadAheadTable) -> None:
     buffer = table._buffer
     with buffer.changed:
@@ -247,8 +254,7 @@ def test_a_restored_database_gives_nothing_that_was_read_before(tmp_path: Path) 
     wait_until_read(store.table)
     store.clear()
     assert store.announce(rows.numpy(), 1000) is None
-    threads = set(threading.enumerate()) - threads_before
-    assert not any("to come" in thread.name for thread in threads)
+    assert not readers_since(threads_before)
 
 
 def test_the_ids_of_a_pass_are_announced_by_the_name_of_their_table(tmp_path: Path) -> None:
@@ -307,6 +313,7 @@ def test_numbers_are_retired_once_it_is_closed_too() -> None:
 
 
 def test_nothing_is_announced_once_it_is_closed(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     model = StoredRanker(Disk(path=tmp_path, cache_rows=4, host_rows=8))
     with DiskReadAhead(model) as ahead:
         pass
@@ -316,7 +323,7 @@ def test_nothing_is_announced_once_it_is_closed(tmp_path: Path) -> None:
         ahead.announce(batches("fixed", 1)[0])
     with pytest.raises(RuntimeError, match=message):
         ahead.announce_ids("bags.embedding_bags.b.weight", torch.arange(2))
-    assert not any("to come" in thread.name for thread in threading.enumerate())
+    assert not readers_since(before)
 
 
 def test_a_failure_is_raised_by_the_next_announcement(tmp_path: Path) -> None:
@@ -342,10 +349,11 @@ def test_a_failure_is_raised_by_the_next_announcement(tmp_path: Path) -> None:
 
 def test_models_without_tables_on_disk_announce_nothing() -> None:
     model = nn.Sequential(EmbeddingBag(10, 2))
+    before = set(threading.enumerate())
     with DiskReadAhead(model) as ahead:
         assert ahead.announce(batches("fixed", 1)[0]) == 1
         ahead.retire(1)
-        assert not any("to come" in thread.name for thread in threading.enumerate())
+        assert not readers_since(before)
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
