@@ -5,12 +5,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchembed.serving.levels.level_rules import LevelRules, LoadedPart
+from torchembed.serving.levels.missed_keys import MissedKeys
 from torchembed.serving.levels.served_table import ServedTable
 from torchembed.serving.levels.stale_marks import StaleMarks
 from torchembed.stores import RowStore, RowStoreError, RowTable
@@ -41,15 +41,6 @@ class LevelStatistics:
     -1 where there were too many, and whole tables will be emptied."""
     is_away: bool
     """True while it is left out."""
-
-
-class _Missed(NamedTuple):
-    """Updates that a level has missed."""
-
-    keys: dict[str, set[int]]
-    """Of each table."""
-    whole: set[str]
-    """Tables of which it missed more keys than are remembered."""
 
 
 class Level:
@@ -85,7 +76,7 @@ class Level:
     ) -> None:
         self.name, self.rules = name, rules
         self._store, self._served = store, tables
-        self._back_off_seconds, self._max_missed_keys = back_off_seconds, max_missed_keys
+        self._back_off_seconds = back_off_seconds
         self._lock = threading.Lock()
         """Guards all that follows; not held while the store is called."""
         self._opened: dict[str, RowTable] = {}
@@ -93,17 +84,12 @@ class Level:
         self._has_answered = False
         """True where the store, being away, did what it was asked to do on its return."""
         self._retry_at = 0.0
-        self._missed: dict[str, set[int]] = {}
-        self._lost_count: set[str] = set()
-        """Tables of which it missed more keys than are remembered."""
-        self._deleting = _Missed({}, set())
-        """What it missed, while it is asked to delete that."""
         self._num_hits = self._num_promoted = self._num_faults = 0
         self._marks, self._marked = marks, set[str]()
         if marks is not None:
             self._marked = marks.tables(table.name for table in tables)
-            self._lost_count = set(self._marked)
             self._is_away = bool(self._marked)
+        self._missed = MissedKeys(max_missed_keys, self._marked)
 
     def read(self, table: str, keys: Tensor, lines: Tensor) -> Tensor | None:
         """As :meth:`RowTable.read`; None where the level is away."""
@@ -200,7 +186,7 @@ class Level:
                 num_hits=self._num_hits,
                 num_promoted_rows=self._num_promoted,
                 num_faults=self._num_faults,
-                num_missed_keys=self._num_missed_keys(),
+                num_missed_keys=self._missed.num_keys,
                 is_away=self._is_away,
             )
 
@@ -244,36 +230,32 @@ class Level:
 
     def _return(self) -> None:
         """Delete all that was missed; where that is done the level is used again."""
-        while True:
-            with self._lock:
-                missed, whole = self._deleting = _Missed(self._missed, self._lost_count)
-                self._missed, self._lost_count = {}, set()
-            is_deleted = False
-            try:
-                if self._ends_being_away(missed, whole):
-                    return
-                self._store.tables()
-                for name in whole:
-                    self._empty(self._table(name))
-                for name, keys in missed.items():
-                    self._table(name).delete(torch.tensor(sorted(keys), dtype=torch.int64))
-                is_deleted = True
-            except FAULTS as error:
-                self._note_fault(error)
-                return
-            finally:
-                with self._lock:
-                    self._deleting = _Missed({}, set())
-                    self._has_answered = is_deleted
-                    if not is_deleted:
-                        for name, keys in missed.items():
-                            self._missed.setdefault(name, set()).update(keys)
-                        self._lost_count |= whole
+        try:
+            while not self._ends_being_away():
+                self._delete_missed()
+        except FAULTS as error:
+            self._note_fault(error)
 
-    def _ends_being_away(self, missed: dict[str, set[int]], whole: set[str]) -> bool:
-        """True where nothing was missed since the last look, and the level is used from now on."""
+    def _delete_missed(self) -> None:
         with self._lock:
-            if not self._has_answered or missed or whole or self._missed or self._lost_count:
+            missed = self._missed.take()
+        is_deleted = False
+        try:
+            self._store.tables()
+            for name in missed.whole:
+                self._empty(self._table(name))
+            for name, keys in missed.keys.items():
+                self._table(name).delete(torch.tensor(sorted(keys), dtype=torch.int64))
+            is_deleted = True
+        finally:
+            with self._lock:
+                self._has_answered = is_deleted
+                self._missed.settle(is_deleted=is_deleted)
+
+    def _ends_being_away(self) -> bool:
+        """True where nothing is missed, and the level is used from now on."""
+        with self._lock:
+            if not self._has_answered or self._missed:
                 return False
             if self._marks is not None and self._marked:
                 self._marks.remove(self._marked)
@@ -285,14 +267,6 @@ class Level:
     def _empty(self, table: RowTable) -> None:
         for chunk in table.chunks(_EMPTIED_ROWS):
             table.delete(chunk.keys)
-
-    def _num_missed_keys(self) -> int:
-        """As :attr:`LevelStatistics.num_missed_keys`; whoever calls it has the lock."""
-        if self._lost_count or self._deleting.whole:
-            return -1
-        tables = self._missed.keys() | self._deleting.keys.keys()
-        missed, deleting = self._missed, self._deleting.keys
-        return sum(len(missed.get(t, set()) | deleting.get(t, set())) for t in tables)
 
     def _note_if_away(self, table: str, keys: Tensor) -> bool:
         """Note that ``keys`` are missed where the level is away, which is what it returns."""
@@ -311,10 +285,7 @@ class Level:
         if self._marks is not None and table not in self._marked:
             self._marks.add(table)
             self._marked.add(table)
-        self._missed.setdefault(table, set()).update(keys.tolist())
-        if sum(map(len, self._missed.values())) > self._max_missed_keys:
-            self._lost_count.update(self._missed)
-            self._missed = {}
+        self._missed.add(table, keys.tolist())
 
     def _note_fault(self, error: Exception) -> None:
         with self._lock:
