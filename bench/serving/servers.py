@@ -42,9 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--servers must be NAME=HOST:PORT, got {server!r}")
         urls[name] = url
     width = max(map(len, urls)) + len("ratio to ")
-    print(
-        f"{'samples':>8} {'':{width}} {'requests/s':>11} {'p50 ms':>8} {'p99 ms':>8} {'failed':>7}"
-    )
+    numbers = f"{'requests/s':>11} {'p50 ms':>8} {'p99 ms':>8} {'failed':>7}"
+    print(f"{'samples':>8} {'server':{width}} {numbers}")
     num_failed = 0
     for batch_size in given.batch_sizes:
         found: dict[str, list[LoadResult]] = {name: [] for name in urls}

@@ -40,7 +40,8 @@ class SparseFeatures:
     the same memory."""
     batch_size: int
     offsets: Tensor | None = None
-    """Where bags begin, ``[F * B + 1]``, int32 or int64; None if ``hotness`` is given."""
+    """The position in ``values`` at which each bag begins, and the one behind the last bag:
+    ``[F * B + 1]``, int32 or int64; None if ``hotness`` is given."""
     hotness: tuple[int, ...] | None = None
     """The number of ids in each bag, for each feature; None if ``offsets`` is given."""
     weights: Tensor | None = None

@@ -73,7 +73,8 @@ class EmbeddingConfig:
     dynamic: Dynamic | None = None
     """Makes each 64-bit integer an id; None for a table with a row for each number."""
     storage: Storage | None = None
-    """Where the rows are: host memory or disk; None for the device."""
+    """The place that rows are kept in outside the device, behind a cache on it: ``HostMemory`` or
+    ``Disk``; None to keep all rows on the device."""
 
     def __post_init__(self) -> None:
         names = names_in(f"feature_names of table {self.name}", self.feature_names)

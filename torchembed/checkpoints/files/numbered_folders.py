@@ -90,8 +90,7 @@ class _FoldersInStore:
         self._storage, self._last_file = storage, last_file
 
     def numbers(self) -> list[int]:
-        names = [name for name in self._storage.names() if _NUMBER.fullmatch(name)]
-        return sorted(int(name) for name in names if self._storage.exists(self._last(name)))
+        return [int(name) for name in self._names() if self._storage.exists(self._last(name))]
 
     def folder(self, number: int) -> str:
         return f"{self._storage.url.rstrip('/')}/{number:06d}"
@@ -102,8 +101,7 @@ class _FoldersInStore:
     def begin(self, number: int) -> None:
         # Its files are written where those of that number and of later ones are no more, the last
         # folder first, and in it the file that makes it count.
-        names = [name for name in self._storage.names() if _NUMBER.fullmatch(name)]
-        for name in sorted(names, key=int, reverse=True):
+        for name in reversed(self._names()):
             if int(name) >= number:
                 self._storage.remove(self._last(name))
                 self._storage.remove(self._storage.path(name))
@@ -111,6 +109,11 @@ class _FoldersInStore:
 
     def complete(self, number: int, content: bytes) -> None:
         self._atomic(number).complete(content)
+
+    def _names(self) -> list[str]:
+        """The names of all numbered folders, whole or not, in the order of their numbers."""
+        names = (name for name in self._storage.names() if _NUMBER.fullmatch(name))
+        return sorted(names, key=int)
 
     def _atomic(self, number: int) -> AtomicFolder:
         return AtomicFolder(self._storage, self._storage.path(f"{number:06d}"), self._last_file)

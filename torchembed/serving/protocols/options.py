@@ -27,8 +27,8 @@ class RequestLimits:
     max_requests_at_once: int = 1024
     """Under way, those included that wait for a thread."""
     max_bytes_at_once: int = 1024 * _MIB
-    """Of the bodies of all requests under way; over gRPC likewise of all answers that clients have
-    not read, beyond which none is computed."""
+    """The most bytes that the bodies of all requests under way have together. Over gRPC it also
+    bounds the answers that clients have not read: beyond it no further answer is computed."""
     max_connections: int = 4096
     """Open at once over HTTP."""
 
