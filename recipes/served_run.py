@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from torchembed import SparseFeatures
-from torchembed.training import CheckpointFolder
+from torchembed.training import CheckpointFolder, TrainingRun
 
 NUM_EXAMPLES = 16
 """Samples that a model is deployed with."""
@@ -42,6 +42,12 @@ def newest_step(checkpoints: Path) -> int:
     if not steps:
         raise no_checkpoint(checkpoints)
     return steps[-1]
+
+
+def load_weights(model: nn.Module, checkpoints: Path, version: int) -> nn.Module:
+    """Load the weights of the checkpoint of ``version`` steps into ``model``, which it returns."""
+    CheckpointFolder(checkpoints).load(TrainingRun(model=model), version)
+    return model
 
 
 def no_checkpoint(folder: Path) -> FileNotFoundError:

@@ -11,8 +11,13 @@ from recipes.ctr.config import CtrConfig, EarlyStoppedConfig
 from recipes.ctr.run import build_model
 from recipes.ctr.splits import Splits
 from recipes.ctr.tables import rows_in_tables
-from recipes.served_run import NUM_EXAMPLES, ServedRun, click_request, newest_step
-from torchembed.training import CheckpointFolder, TrainingRun
+from recipes.served_run import (
+    NUM_EXAMPLES,
+    ServedRun,
+    click_request,
+    load_weights,
+    newest_step,
+)
 
 
 def served_clicks(config: CtrConfig, read: Callable[[int], Splits], output: Path) -> ServedRun:
@@ -52,16 +57,11 @@ def served_best(
     best = best_seed(config, build, output)
     version = newest_step(best.checkpoints)
 
-    def load_model() -> nn.Module:
-        model = build(best.seed)
-        CheckpointFolder(best.checkpoints).load(TrainingRun(model=model), version)
-        return model
-
     splits = read(best.seed)
     dense, sparse, _ = splits.rows.batch(splits.test[:NUM_EXAMPLES])
     return ServedRun(
         version=version,
-        load_model=load_model,
+        load_model=lambda: load_weights(build(best.seed), best.checkpoints, version),
         examples=(dense, sparse),
         request=click_request(dense, sparse),
     )

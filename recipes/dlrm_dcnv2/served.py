@@ -7,9 +7,8 @@ from torch import nn
 
 from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.dlrm_dcnv2.run import build_model, open_split
-from recipes.served_run import ServedRun, click_request, newest_step
+from recipes.served_run import ServedRun, click_request, load_weights, newest_step
 from torchembed.data import Split
-from torchembed.training import CheckpointFolder, TrainingRun
 
 
 def served(config: DlrmConfig, output: Path) -> ServedRun:
@@ -20,8 +19,7 @@ def served(config: DlrmConfig, output: Path) -> ServedRun:
 
     def load_model() -> nn.Module:
         model = build_model(config, rows, torch.device("cpu"))
-        CheckpointFolder(checkpoints).load(TrainingRun(model=model), version)
-        return model
+        return load_weights(model, checkpoints, version)
 
     dense, sparse, _ = next(iter(rows))
     return ServedRun(

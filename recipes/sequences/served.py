@@ -9,9 +9,16 @@ from torch import nn
 from recipes.sequences.config import RunConfig
 from recipes.sequences.interactions import Interactions
 from recipes.sequences.packed import HistoryWindows
-from recipes.served_run import NUM_ASKED, NUM_EXAMPLES, ServedRun, newest_step, no_checkpoint
+from recipes.served_run import (
+    NUM_ASKED,
+    NUM_EXAMPLES,
+    ServedRun,
+    load_weights,
+    newest_step,
+    no_checkpoint,
+)
 from torchembed.models import CandidateScores, Impressions, NextItem, TwoTower
-from torchembed.training import CheckpointFolder, TrainingRun
+from torchembed.training import CheckpointFolder
 
 NUM_CANDIDATES = 10
 """Candidates of each user of a request."""
@@ -37,15 +44,10 @@ def served_sequences(
     seed = trained[-1]
     version = newest_step(folders[seed])
 
-    def load_model() -> nn.Module:
-        model = build(seed)
-        CheckpointFolder(folders[seed]).load(TrainingRun(model=model), version)
-        return model
-
     windows = HistoryWindows(data, max_length=config.max_length, num_left_out=0)
     return ServedRun(
         version=version,
-        load_model=load_model,
+        load_model=lambda: load_weights(build(seed), folders[seed], version),
         examples=(_impressions(windows, NUM_EXAMPLES),),
         request=_request(_impressions(windows, NUM_ASKED)),
     )
