@@ -159,12 +159,7 @@ class DiskGroup(TieredGroup):
         self._owners.to(device)
         self._remake_cache()
         self._rows_on_disk.take_all(before, converts=device.type != "meta")
-        if was_meta and self.rule is not None:
-            self.set_rule(self.rule, self.initial_state)
-        self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
-        self.pending.to(device)
-        self._set_index(self.index.to(device))
-        self.point_parameters()
+        self._settle_on(device, was_meta=was_meta)
 
     def take_stored_rows(self, groups: Iterable[TableGroup]) -> None:
         for group in dict.fromkeys(groups):

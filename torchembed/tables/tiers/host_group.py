@@ -174,12 +174,7 @@ class HostGroup(TieredGroup):
         for table in self.tables:
             table.cache_device = device
         self._make_cache()
-        if was_meta and self.rule is not None:
-            self.set_rule(self.rule, self.initial_state)
-        self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
-        self.pending.to(device)
-        self._set_index(self.index.to(device))
-        self.point_parameters()
+        self._settle_on(device, was_meta=was_meta)
 
     def _exchange(self, moves: RowMoves) -> None:
         move_rows(self._row_places.exchanged(moves), self._cached, self._stored)
