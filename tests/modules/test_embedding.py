@@ -303,4 +303,6 @@ def test_a_mean_with_padding_counts_zeroed_ids(device: torch.device) -> None:
 
 
 def test_repr_names_the_sizes() -> None:
-    assert repr(torchembed.Embedding(5, 3)) == "Embedding(5, 3, padding_idx=None)"
+    assert repr(torchembed.Embedding(5, 3)) == "Embedding(5, 3)"
+    assert repr(torchembed.Embedding(5, 3, padding_idx=-1)) == "Embedding(5, 3, padding_idx=4)"
+    assert repr(torchembed.EmbeddingBag(5, 3, mode="max")) == "EmbeddingBag(5, 3, mode='max')"

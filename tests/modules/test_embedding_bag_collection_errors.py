@@ -1,4 +1,4 @@
-"""Errors of ``EmbeddingBagCollection``, word by word."""
+"""Errors of ``EmbeddingBagCollection``, and what it prints, word by word."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.clicks import import_torchrec, random_clicks
-from torchembed import EmbeddingBagCollection, EmbeddingBagConfig
+from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, SparseFeatures
 
 TABLES = [
     EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=4, feature_names=feature_names)
@@ -40,6 +40,23 @@ def test_errors_of_the_batch() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             module(dataclasses.replace(features, offsets=offsets))
+
+
+def test_tables_are_a_list() -> None:
+    for tables, given in ((TABLES[0], "EmbeddingBagConfig"), ({"users": TABLES[0]}, "dict")):
+        with pytest.raises(TypeError, match=f"tables must be a list of configs, got {given}"):
+            EmbeddingBagCollection(tables)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tables must hold at least one config, got none"):
+        EmbeddingBagCollection([])
+
+
+def test_what_is_printed() -> None:
+    module = EmbeddingBagCollection(TABLES[:1])
+    assert "(users): TableWeight(13, 4)" in repr(module)
+    pooled = module(SparseFeatures.from_dict({"user": [[0], []]}))
+    assert repr(pooled) == f"KeyedTensor(keys=['user'], values={pooled.values()})"
+    ids = JaggedTensor(torch.tensor([3, 9]), torch.tensor([0, 2]))
+    assert repr(ids) == "JaggedTensor(values=tensor([3, 9]), offsets=tensor([0, 2]))"
 
 
 def test_errors_of_torchrecs_batches() -> None:

@@ -18,7 +18,12 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "max_norm": (ValueError, r"max_norm=0\.0 is not supported; use torch\.nn", {"max_norm": 0.0}),
     "scale_grad_by_freq": (ValueError, "scale_grad_by_freq=True", {"scale_grad_by_freq": True}),
     "padding_idx": (ValueError, r"padding_idx must be in \[-5, 5\), got 5", {"padding_idx": 5}),
-    "dtype": (TypeError, "dtype must be float32, float16, bf.*int64", {"dtype": torch.int64}),
+    "dtype": (
+        TypeError,
+        r"dtype must be torch\.float32, .* got torch\.int64",
+        {"dtype": torch.int64},
+    ),
+    "dtype that is a string": (TypeError, "dtype must be .* got 'float32'", {"dtype": "float32"}),
     "_weight": (
         ValueError,
         r"_weight must be \(5, 3\), got \(3, 5\)",
@@ -63,6 +68,20 @@ def test_refused_arguments(
     error, message, settings = BAD_ARGUMENTS[argument]
     with pytest.raises(error, match=message):
         kind(5, 3, **settings)
+
+
+@pytest.mark.parametrize("kind", [torchembed.EmbeddingBag, torchembed.Embedding])
+def test_refused_sizes(
+    kind: type[torchembed.EmbeddingBag] | type[torchembed.Embedding],
+) -> None:
+    with pytest.raises(TypeError, match=r"num_embeddings must be an int, got 1000000\.0"):
+        kind(1e6, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="embedding_dim must be an int, got '3'"):
+        kind(5, "3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_embeddings must not be negative, got -1"):
+        kind(-1, 3)
+    with pytest.raises(ValueError, match="embedding_dim must not be negative, got -3"):
+        kind(5, -3)
 
 
 def test_a_refused_mode() -> None:
@@ -131,6 +150,12 @@ def test_a_refused_pretrained_weight() -> None:
             r'per_sample_weights needs mode="sum", got mode=\'mean\'',
             {},
             (ids(2, 2), None, torch.ones(2, 2)),
+        ),
+        (
+            TypeError,
+            r"per_sample_weights must be floating-point numbers, got int64; call \.float\(\)",
+            {"mode": "sum"},
+            (ids(2, 2), None, ids(2, 2)),
         ),
         (
             ValueError,

@@ -238,6 +238,7 @@ def test_dense_parameters_are_refused(device: torch.device) -> None:
         (Adagrad, {"lr_decay": -1.0}, "lr_decay must not be negative"),
         (Adagrad, {"initial_accumulator_value": -1.0}, "initial_accumulator_value must not be neg"),
         (Adam, {"eps": -1.0}, "eps must not be negative"),
+        (SGD, {"lr": "0.1"}, "lr must be a number, got '0.1'"),
         (Adam, {"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
     ],
 )
@@ -245,7 +246,7 @@ def test_settings_out_of_range_are_refused(
     kind: Any, settings: dict[str, Any], message: str
 ) -> None:
     module = make("cpu")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         kind(module.parameters(), **settings)
     assert all(group.rule is None for group in module._table_set.groups)
 

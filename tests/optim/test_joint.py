@@ -1,6 +1,7 @@
 """Tables and dense parameters under one optimizer, beside one for each."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -165,6 +166,13 @@ def test_a_scheduler_knows_that_the_parts_were_stepped(device: torch.device) -> 
         part.step()
     scheduler.step()
     assert {group["lr"] for group in optimizer.param_groups} == {0.05}
+
+
+def test_it_is_not_copied() -> None:
+    optimizer = SGD.with_dense(torchembed.Embedding(5, 3).parameters(), lr=0.1)
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="by with_dense cannot be copied or pickled, since it "):
+            duplicate(optimizer)
 
 
 def test_parameters_are_split_into_those_of_tables_and_dense_ones() -> None:

@@ -477,7 +477,7 @@ def test_a_batch_in_place_of_batches_is_refused() -> None:
     for batch in ({"ids": IDS}, IDS):
         with pytest.raises(TypeError, match=r"or iter\(\[batch\]\) for one batch, got (dict|Tens)"):
             pipeline.progress(batch)
-    with pytest.raises(TypeError, match="got Tensor, as a batch gives where batches are to be"):
+    with pytest.raises(TypeError, match="got Tensor; give a list or an iterator of batches"):
         pipeline.progress((IDS, CLICKS))
 
 
@@ -495,6 +495,7 @@ def test_a_batch_in_place_of_batches_is_refused() -> None:
         (OfIds(), {"autocast": "bf16"}, TypeError, "a dtype, as torch.bfloat16, .* got 'bf16'"),
         (OfIds(), {"max_grad_norm": "1"}, TypeError, "max_grad_norm must be a number or None"),
         (OfIds(), {"max_grad_norm": -1.0}, ValueError, "max_grad_norm must not be negative"),
+        (OfIds(), {"timeout_seconds": 0}, ValueError, "timeout_seconds must be positive, got 0"),
     ],
 )
 def test_other_arguments_are_refused(

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.support.tiny_model import TinyModel, make_batches, make_optimizers
 from tests.support.tolerance import relative_error
+from torchembed.step.model_loss import LossFunction
 from torchembed.training import History, Progress, TrainPipeline, in_step, train
 
 LOSS = F.binary_cross_entropy_with_logits
@@ -117,6 +118,16 @@ def test_a_loss_that_is_not_finite_ends_training() -> None:
 def test_a_bad_batch_is_named() -> None:
     with pytest.raises(TypeError, match=r"a batch must be \(dense, sparse, labels\), got 2 parts"):
         next(in_step([(torch.zeros(1, 1), torch.zeros(1, 1))], "cpu"))
+
+
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, None])
+def test_none_is_no_batch_and_no_end(loss_fn: LossFunction | None) -> None:
+    model = TinyModel()
+    with pytest.raises(TypeError, match="a batch must not be None, which is no end of the batches"):
+        train(TrainPipeline(model, loss_fn, make_optimizers(model)), [None])
+    pipeline = TrainPipeline(model, loss_fn, make_optimizers(model))
+    with pytest.raises(TypeError, match="a batch must not be None"):
+        pipeline.progress(iter([None]))
 
 
 def test_progress_counts_steps(capsys: pytest.CaptureFixture[str]) -> None:

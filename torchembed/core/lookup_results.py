@@ -39,6 +39,9 @@ class KeyedTensor:
     def __getitem__(self, key: str) -> Tensor:
         return self.to_dict()[key]
 
+    def __repr__(self) -> str:
+        return f"KeyedTensor(keys={self._keys}, values={self._values})"
+
 
 class JaggedTensor:
     """Sequences of different lengths: sample b has ``values[offsets[b]:offsets[b + 1]]``.
@@ -63,6 +66,9 @@ class JaggedTensor:
     def lengths(self) -> Tensor:
         """``[B]``."""
         return self._offsets.diff()
+
+    def __repr__(self) -> str:
+        return f"JaggedTensor(values={self._values}, offsets={self._offsets})"
 
     def to_padded_dense(self, desired_length: int, padding_value: float = 0.0) -> Tensor:
         """Pad or cut each sample to ``desired_length`` elements, with ``padding_value`` at its end.

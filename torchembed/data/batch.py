@@ -58,6 +58,20 @@ class LabeledInputs(NamedTuple):
     labels: Tree
 
 
+def not_none(item: Tree) -> Tree:
+    """``item``, which an iterator of batches gave.
+
+    Raises:
+        TypeError: for None.
+    """
+    if item is None:
+        raise TypeError(
+            "a batch must not be None, which is no end of the batches; leave it out where batches "
+            "are read or collated"
+        )
+    return item
+
+
 def as_batch(item: Any, keys: Sequence[str] | None = None) -> Batch:
     """``item`` as a :class:`Batch`, sharing memory where its dtypes are those of one.
 
@@ -125,7 +139,9 @@ def as_labeled_batch(item: Any) -> Batch | WeightedBatch | LabeledInputs:
 
 def _hint_for(item: object) -> str:
     """A hint for callers that iterated a batch in place of batches; empty without a sign of it."""
-    return ", as a batch gives where batches are to be iterated" if isinstance(item, Tensor) else ""
+    return (
+        "; give a list or an iterator of batches, not one batch" if isinstance(item, Tensor) else ""
+    )
 
 
 _NAMES = ("dense", "sparse", "labels", "weights")

@@ -23,6 +23,11 @@ def bags_as_feature(
     if per_sample_weights is not None:
         if mode != "sum":
             raise ValueError(f'per_sample_weights needs mode="sum", got mode={mode!r}')
+        if not per_sample_weights.is_floating_point():
+            raise TypeError(
+                "per_sample_weights must be floating-point numbers, got "
+                f"{checks.dtype_name(per_sample_weights.dtype)}; call .float()"
+            )
         if per_sample_weights.shape != ids.shape:
             raise ValueError(
                 f"per_sample_weights must have the shape of input, {tuple(ids.shape)}, "

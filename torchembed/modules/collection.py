@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,8 @@ class Collection(StagedCollection[B, R, V]):
             )
         self._output_dtype = torch.float32 if output_dtype is None else output_dtype
         self._casts_vectors = output_dtype is None
+        if isinstance(tables, (str, Mapping)) or not isinstance(tables, Iterable):
+            raise TypeError(f"tables must be a list of configs, got {type(tables).__name__}")
         if not tables:
             raise ValueError("tables must hold at least one config, got none")
         self._configs = [as_config(config, self._config_kind) for config in tables]

@@ -42,21 +42,24 @@ def convert(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: where ``model`` is no module, or is itself one of those.
-        ValueError: where modules have what torchembed's have not: ``max_norm``,
+        ValueError: where modules have what torchembed's do not support: ``max_norm``,
             ``scale_grad_by_freq``, weights of another dtype than float32, float16, bfloat16 and
             float64, parametrizations, hooks, other parameters, buffers or modules, or weights that
             ``fully_shard`` has divided. Names all of them; nothing is changed then.
     """
-    if not isinstance(model, nn.Module) or _is_torchs(model):
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if _is_torchs(model):
+        name = type(model).__name__
         raise TypeError(
-            f"model must be a torch.nn.Module that holds what is converted, got "
-            f"{type(model).__name__}; make one embedding torchembed's by its from_pretrained"
+            f"model must contain embeddings, got one {name} itself; for that one call "
+            f"torchembed.{name}.from_pretrained(embedding.weight, freeze=False)"
         )
     found = {module: name for name, module in model.named_modules() if _is_torchs(module)}
     reasons = [f"{name}: {why}" for module, name in found.items() for why in _hindrances(module)]
     if reasons:
         raise ValueError(
-            f"model must hold no embeddings with what torchembed's have not; {'; '.join(reasons)}; "
+            f"model has embeddings that torchembed cannot replace: {'; '.join(reasons)}; "
             "nothing was converted"
         )
     # Seeds are of rows that reset_parameters() makes, and of rounding. Drawn ones would change

@@ -87,6 +87,9 @@ class EmbeddingBag(SingleTable):
         self.mode = mode
         self.include_last_offset = include_last_offset
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
     @classmethod
     def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, **settings: Any

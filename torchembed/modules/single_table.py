@@ -166,7 +166,8 @@ class SingleTable(IndexInStateDict, ModuleOfOneTable):
         return module.train(self.training)
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}"
+        sizes = f"{self.num_embeddings}, {self.embedding_dim}"
+        return sizes if self.padding_idx is None else f"{sizes}, padding_idx={self.padding_idx}"
 
     def check_ids(self) -> None:
         """Wait for the GPU and raise for a bad id of any batch so far; on the CPU nothing waits."""

@@ -1,5 +1,6 @@
 """Checks of the arguments of ``EmbeddingBag`` and ``Embedding``."""
 
+import numbers
 from collections.abc import Mapping
 
 import torch
@@ -28,7 +29,13 @@ def check_arguments(
 
     Raises:
         ValueError: for one that is not supported, or does not fit the others.
+        TypeError: for a size that is no whole number.
     """
+    for name, size in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+            raise TypeError(f"{name} must be an int, got {size!r}")
+        if size < 0:
+            raise ValueError(f"{name} must not be negative, got {size}")
     for name, value in refused.items():
         if value is not None and value is not False:
             raise ValueError(
@@ -71,7 +78,10 @@ def checked_dtype(
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if dtype not in (*checks.FLOAT_DTYPES, torch.float64):
-        raise TypeError(f"dtype must be float32, float16, bfloat16 or float64, got {dtype}")
+        raise TypeError(
+            "dtype must be torch.float32, torch.float16, torch.bfloat16 or torch.float64, "
+            f"got {dtype!r}"
+        )
     check_storage("this module", storage, dynamic, Normal())
     if storage is not None and dtype not in checks.FLOAT_DTYPES:
         raise TypeError(

@@ -42,6 +42,9 @@ class TableWeight(IndexInStateDict):
     def forward(self) -> Tensor:
         return self.weight
 
+    def extra_repr(self) -> str:
+        return f"{self._table.num_rows}, {self._table.num_columns}"
+
     def held_weight(self) -> Tensor:
         """``weight``, after the hooks by which pruning computes it."""
         return self()

@@ -1,6 +1,7 @@
 """Hyperparameters of the optimizers of tables and of dense parameters, and learning rates where
 captured steps read them."""
 
+import numbers
 from typing import Any, TypeAlias
 
 import torch
@@ -12,14 +13,17 @@ ParamGroup: TypeAlias = dict[str, Any]
 
 
 def check_hyperparameters(defaults: ParamGroup) -> None:
-    """Raise ``ValueError`` for ``betas`` outside [0, 1) and for negative numbers; a tensor is not
-    read, since that would wait for a GPU."""
+    """Raise ``ValueError`` for ``betas`` outside [0, 1) and for negative numbers, and ``TypeError``
+    for what is no number; a tensor is not read, since that would wait for a GPU."""
     for name, value in defaults.items():
         if name == "betas":
             if not all(0.0 <= beta < 1.0 for beta in value):
                 raise ValueError(f"betas must be in [0, 1), got {value}")
-        elif not isinstance(value, Tensor) and not value >= 0.0:
-            raise ValueError(f"{name} must not be negative, got {value}")
+        elif not isinstance(value, Tensor):
+            if not isinstance(value, numbers.Real):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            if not float(value) >= 0.0:
+                raise ValueError(f"{name} must not be negative, got {value}")
 
 
 def rule_numbers(group: ParamGroup) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -48,6 +48,13 @@ class JointOptimizer(torch.optim.Optimizer):
     def _share_groups(self) -> None:
         """Make ``param_groups`` the parts' own groups, which loading a state replaces."""
         self.param_groups = [g for optimizer in self.optimizers for g in optimizer.param_groups]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an optimizer made by with_dense cannot be copied or pickled, since it is bound to its "
+            "tables and parameters; make one for the copied module and give it this one's "
+            "state_dict()"
+        )
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Refused once the optimizer is made: its parts take tables or dense parameters."""

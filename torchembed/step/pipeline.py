@@ -168,6 +168,7 @@ class TrainPipeline:
         check_numbers(
             autocast=autocast,
             max_grad_norm=max_grad_norm,
+            timeout_seconds=timeout_seconds,
             self_check_every=self_check_every,
             max_layouts=max_layouts,
         )

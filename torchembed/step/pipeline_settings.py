@@ -45,7 +45,12 @@ def check_model(model: object) -> None:
 
 
 def check_numbers(
-    *, autocast: object, max_grad_norm: object, self_check_every: int | None, max_layouts: int
+    *,
+    autocast: object,
+    max_grad_norm: object,
+    timeout_seconds: float,
+    self_check_every: int | None,
+    max_layouts: int,
 ) -> None:
     """Raise where one of these arguments is none that ``TrainPipeline`` documents."""
     if not (autocast is None or isinstance(autocast, torch.dtype)):
@@ -54,6 +59,8 @@ def check_numbers(
         raise TypeError(f"max_grad_norm must be a number or None, got {max_grad_norm!r}")
     if max_grad_norm is not None and not max_grad_norm >= 0:
         raise ValueError(f"max_grad_norm must not be negative, got {max_grad_norm}")
+    if not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
     if self_check_every is not None and self_check_every < 1:
         raise ValueError(f"self_check_every must be at least 1, or None, got {self_check_every}")
     if max_layouts < 1:

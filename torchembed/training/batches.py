@@ -11,7 +11,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.ranks import any_rank_each, check_cpu_backend, gather_objects
 from torchembed.core.trees import Tree, map_tensors
-from torchembed.data.batch import Batch, WeightedBatch, as_batch
+from torchembed.data.batch import Batch, WeightedBatch, as_batch, not_none
 from torchembed.step.batches.batch_layout import to_device
 from torchembed.training.epochs import Epochs
 from torchembed.training.stop import StopSignal
@@ -75,6 +75,10 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return tensor.new_empty((0, *tensor.shape[1:]), device="cpu")
 
 
+_END = object()
+"""Stands for the item after the last one."""
+
+
 def in_step(
     batches: Iterable[object],
     device: torch.device | str | None,
@@ -110,8 +114,8 @@ def in_step(
     layout: BatchLayout | OtherLayout | None = None
     num_yielded = 0
     while max_batches is None or num_yielded < max_batches:
-        item = next(iterator, None)
-        batch = None if item is None else convert(item)
+        item = next(iterator, _END)
+        batch = None if item is _END else convert(not_none(item))
         is_asked = stop is not None and stop.is_requested
         has_batch, is_last, is_short = any_rank_each(batch is not None, is_asked, batch is None)
         if not has_batch:

@@ -234,10 +234,9 @@ class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
         )
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, "
-            f"{self._of_module.plan.placement.value}"
-        )
+        padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
+        placement = self._of_module.plan.placement.value
+        return f"{self.num_embeddings}, {self.embedding_dim}, {padding}{placement}"
 
     def check_ids(self) -> None:
         """Wait for the GPU and raise for a bad id of any batch so far; on the CPU nothing waits."""

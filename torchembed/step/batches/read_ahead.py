@@ -9,10 +9,14 @@ from torch import Tensor
 
 from torchembed.core import ranks
 from torchembed.core.trees import Tree
+from torchembed.data.batch import not_none
 from torchembed.step.stages import ReadBatch
 
 _STALL_SECONDS = 1e-4
 """A read that takes longer counts as a stall."""
+
+_END = object()
+"""Stands for the item after the last one."""
 
 
 class InputStalls(NamedTuple):
@@ -64,17 +68,17 @@ class ReadAhead:
         while len(self._batches) < count and self._error is None:
             try:
                 item = self._next()
-                if item is None:
+                if item is _END:
                     return
-                self._batches.append(take_in(item))
+                self._batches.append(take_in(not_none(item)))
             except Exception as error:  # noqa: BLE001 - raised once the step before has its result
                 self._error = error
 
     def _next(self) -> Tree:
-        """Read the next item, None after the last one; a slow read is counted as a stall."""
+        """Read the next item, ``_END`` after the last one; a slow read is counted as a stall."""
         assert self._source is not None
         start = time.perf_counter()
-        item = next(self._source, None)
+        item = next(self._source, _END)
         seconds = time.perf_counter() - start
         if seconds > _STALL_SECONDS:
             self.stalls = InputStalls(self.stalls.count + 1, self.stalls.seconds + seconds)
