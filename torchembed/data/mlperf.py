@@ -141,6 +141,11 @@ class MlperfDays(BatchSource):
         are_wide = any(ids.dtype == np.int64 for day in days.values() for ids in day.sparse)
         # One for all days, so that no batch differs from the one before.
         self._ids_dtype = torch.int64 if are_wide else torch.int32
+        self._features = range(len(self.hotness))
+        self._first_ids = np.cumsum((0, *self.hotness[:-1]))
+        """Of each feature, in a batch of one sample."""
+        largest = 1 << (63 if are_wide else 31)
+        self._limits = np.array([min(size, largest) for size in self.table_sizes], np.uint64)
         chosen = choose_rows(paths, split, held_out, lambda path: len(days[path].dense))
         self._days = [
             days[path].slice(start, len(days[path].dense) if stop is None else stop)
@@ -171,24 +176,30 @@ class MlperfDays(BatchSource):
         dense = empty([num_samples, self.num_dense], torch.float32)
         np.concatenate([part.dense for part in parts], out=dense.numpy())
         values = empty([sum(self.hotness) * num_samples], self._ids_dtype)
-        array, begin = values.numpy(), 0
-        for feature, size in enumerate(self.table_sizes):
-            end = begin + self.hotness[feature] * num_samples
-            ids = array[begin:end]
-            np.concatenate([part.sparse[feature].ravel() for part in parts], out=ids)
-            begin = end
-            if self.raw_ids:
-                continue
-            # The largest is found far faster than all are divided. Negative ids, read as unsigned,
-            # are the largest of all, so that one pass finds both.
-            if ids.view(f"u{ids.itemsize}").max() >= min(size, 1 << (8 * ids.itemsize - 1)):
-                if ids.min() < 0:
-                    _raise_negative_id(parts, feature)
-                ids %= size
+        ids = values.numpy()
+        # Few calls for all features, since each takes Python's lock from the threads that build
+        # other batches.
+        columns = [part.sparse[feature].ravel() for feature in self._features for part in parts]
+        np.concatenate(columns, out=ids)
+        if not self.raw_ids:
+            self._bound(ids, parts, num_samples)
         sparse = SparseFeatures(
             keys=self.keys, values=values, batch_size=num_samples, hotness=self.hotness
         )
         return Batch(dense, sparse, labels)
+
+    def _bound(self, ids: NDArray[Any], parts: Sequence[_DayRows], num_samples: int) -> None:
+        """Take ``ids`` modulo their tables' sizes, in place; an error names a negative one."""
+        begins = self._first_ids * num_samples
+        # The largest are found far faster than all are divided. Negative ids, read as unsigned,
+        # are the largest of all, so that one pass finds both.
+        largest = np.maximum.reduceat(ids.view(f"u{ids.itemsize}"), begins)
+        for feature in np.flatnonzero(largest >= self._limits).tolist():
+            end = begins[feature] + self.hotness[feature] * num_samples
+            of_feature = ids[begins[feature] : end]
+            if of_feature.min() < 0:
+                _raise_negative_id(parts, feature)
+            of_feature %= self.table_sizes[feature]
 
 
 def _hotness(days: Mapping[DataPath, _Day], tables: Tables | None) -> tuple[int, ...]:
