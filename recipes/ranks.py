@@ -15,7 +15,7 @@ from torchembed.core.ranks import gather_objects, world_size
 from torchembed.core.ranks.process_exit import exit_process_with_parent
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.optim import FusedOptimizer
-from torchembed.sharding import Placement, Planner
+from torchembed.sharding import Placement, Planner, WirePrecision
 from torchembed.training import stay_near
 
 
@@ -91,6 +91,7 @@ def shard_over_ranks(
     optimizer: type[FusedOptimizer],
     placement: Placement | None = None,
     planner: Planner | None = None,
+    wire: WirePrecision | None = None,
 ) -> nn.Module:
     """Spread the tables of ``model`` over all ranks, in place; a process alone keeps them whole.
 
@@ -100,15 +101,17 @@ def shard_over_ranks(
         optimizer: of the tables.
         placement: of every table; the plan chooses where None.
         planner: in place of ``placement``; its plan is printed.
+        wire: the precision in which vectors and their gradients are exchanged; their own by
+            default.
     """
     if not dist.is_initialized():
         return model
     mesh = rank_mesh(device)
     plan: Planner | dict[str, Placement] | None = planner
     if planner is not None:
-        report = plan_embeddings(model, planner, mesh)
+        report = plan_embeddings(model, planner, mesh, wire=wire)
         if dist.get_rank() == 0:
             print(report, flush=True)
     elif placement is not None:
         plan = dict.fromkeys(table_specs(model), placement)
-    return shard_embeddings(model, mesh, plan, optimizer=optimizer)
+    return shard_embeddings(model, mesh, plan, wire=wire, optimizer=optimizer)

@@ -17,7 +17,7 @@ OF_TABLES = {
     "rowwise_adagrad": optim.RowwiseAdagrad,
     "sgd": optim.SGD,
 }
-WIRES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+WIRES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
 NO_BOUND = 1 << 60
 """Bytes of memory."""
 
@@ -37,9 +37,11 @@ def make_planner(
 
 
 def wire_precision(wire: str) -> WirePrecision:
-    """Make the precision ``wire`` for vectors, their gradients and dense gradients."""
+    """Make the precision ``wire`` for vectors, their gradients and dense gradients, which are sent
+    in 16 bits at least."""
     dtype = WIRES[wire]
-    return WirePrecision(forward=dtype, backward=dtype, dense=dtype)
+    dense = torch.bfloat16 if wire == "fp8" else dtype
+    return WirePrecision(forward=dtype, backward=dtype, dense=dense)
 
 
 def predicted_ms(report: PlanReport) -> dict[str, float]:

@@ -61,7 +61,7 @@ def floor_seconds(
     """
     num_dense = workload.NUM_DENSE_PARAMETERS
     act_bytes = 2 if precision == "bf16" else 4
-    wire_bytes = 4 if wire == "fp32" else 2
+    wire_bytes = {"fp32": 4, "fp8": 1}.get(wire, 2)
     row_bytes = 4 * workload.DIM
     num_ids = size * sum(workload.HOTNESS)
     vectors = size * len(workload.KEYS) * workload.DIM

@@ -39,6 +39,8 @@ class Config:
     max_rows: int | None = None
     """Tables are cut to this; MLPerf's have 204 M rows in all."""
     optimizer: Literal["adagrad", "rowwise_adagrad", "sgd"] = "adagrad"
+    wire: Literal["fp32", "bf16", "fp8"] = "bf16"
+    """Precision of vectors and their gradients between GPUs."""
     two_level: bool = False
     """Exchange within nodes first, then one message for each pair of nodes: what if."""
     fit: bool = False
@@ -86,6 +88,7 @@ def print_steps(config: Config) -> None:
             ids=config.ids,
             max_rows=config.max_rows,
             optimizer=config.optimizer,
+            wire=config.wire,
             two_level=config.two_level,
         )
         try:

@@ -16,13 +16,14 @@ from bench.dense.dense_part import DensePart, plain
 from bench.step.setting import StepSetting
 from torchembed.core.random_bits import random_bits, random_uniform
 from torchembed.data import Batch
+from torchembed.ops.row_codec import decode_rows, encode_rows
 from torchembed.tables.table import TableSpec
 
 LARGEST_ROUNDING = {"bf16": 2**-8, "tf32": 2**-10, "fp32": 2**-20}
 """Largest relative rounding of a loss; in float32 that of a sum of some thousand numbers."""
 
 
-WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
 class Expected(NamedTuple):
@@ -165,11 +166,18 @@ class _RoundedOnWire(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = dtype
-        return vectors.to(dtype).to(vectors.dtype)
+        return _rounded(vectors, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype).to(grad.dtype), None
+        return _rounded(grad, ctx.dtype), None
+
+
+def _rounded(vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype is not torch.float8_e4m3fn:
+        return vectors.to(dtype).to(vectors.dtype)
+    rows = vectors.reshape(-1, workload.DIM)
+    return decode_rows(encode_rows(rows), vectors.dtype).view_as(vectors)
 
 
 def _rule(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from recipes.dynamic import DEFAULT_EVICTION, DEFAULT_SHARED, Eviction, check_dynamic
-from recipes.precision import Precision
+from recipes.precision import Precision, WireDtype
 from torchembed import EmbeddingBagCollection
 from torchembed.sharding import Placement
 
@@ -39,6 +39,10 @@ class EarlyStoppedConfig:
     """Placement of every table over several ranks; without it the plan chooses."""
     precision: Precision = Precision.FP32
     """Precision of all but weights and losses, which are float32."""
+    wire_forward: WireDtype = WireDtype.OWN
+    """Dtype in which several ranks send each other looked-up vectors."""
+    wire_backward: WireDtype = WireDtype.OWN
+    """Dtype in which they send the gradients of these."""
     batch_size: int = 4096
     """Samples a step, over all ranks."""
     learning_rate: float = 0.001

@@ -14,6 +14,7 @@ from recipes.ctr.early_stopped import Report, SeedRun, Trainee, train_early_stop
 from recipes.ctr.splits import Splits
 from recipes.ctr.tables import rows_in_tables
 from recipes.dynamic import DEFAULT_EVICTION, DEFAULT_SHARED, table_size
+from recipes.precision import wire_precision
 from recipes.ranks import check_batch_size, shard_over_ranks, table_device
 from recipes.result import Result, Stopped
 from recipes.seeds import train_each_seed
@@ -144,7 +145,8 @@ def build_model(
         )
 
     model = config.build(collection, num_dense, device)
-    shard_over_ranks(model, device, torchembed.optim.Adam, config.placement)
+    wire = wire_precision(config.wire_forward, config.wire_backward)
+    shard_over_ranks(model, device, torchembed.optim.Adam, config.placement, wire=wire)
     return model
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from recipes.budgets import Budgets
 from recipes.dynamic import DEFAULT_EVICTION, DEFAULT_SHARED, Eviction, check_dynamic
 from recipes.host_memory import check_cached
-from recipes.precision import Precision
+from recipes.precision import Precision, WireDtype
 from torchembed.data import MLPERF_TABLE_SIZES, ClickLogConfig
 from torchembed.data.data_path import data_path
 from torchembed.data.mlperf import mlperf_days
@@ -69,6 +69,10 @@ class DlrmConfig:
     """Placement of every table; without it the plan chooses."""
     precision: Precision = Precision.FP32
     """Precision of all but weights and losses, which are float32."""
+    wire_forward: WireDtype = WireDtype.OWN
+    """Dtype in which several ranks send each other looked-up vectors."""
+    wire_backward: WireDtype = WireDtype.OWN
+    """Dtype in which they send the gradients of these."""
     batch_size: int = 65_536
     """Samples a step, over all ranks."""
     learning_rate: float = 0.004

@@ -17,6 +17,7 @@ from recipes.dlrm_dcnv2.loop import TrainLoop
 from recipes.dynamic import num_rows, table_size
 from recipes.host_memory import storages
 from recipes.mlperf_log import MlperfLog
+from recipes.precision import wire_precision
 from recipes.ranks import check_batch_size, shard_over_ranks, table_device
 from recipes.result import Result, Stopped
 from torchembed.core import ranks
@@ -255,7 +256,8 @@ def build_model(config: DlrmConfig, source: BatchSource, device: torch.device) -
         config.low_rank,
         dense_device=device,
     )
-    shard_over_ranks(model, device, optimizer, config.placement, planner)
+    wire = wire_precision(config.wire_forward, config.wire_backward)
+    shard_over_ranks(model, device, optimizer, config.placement, planner, wire)
     return model
 
 

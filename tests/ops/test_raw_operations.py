@@ -11,6 +11,7 @@ import torchembed.ops.id_shares
 import torchembed.ops.jagged
 import torchembed.ops.linearize_ids
 import torchembed.ops.pooled_lookup
+import torchembed.ops.row_codec
 import torchembed.ops.rowwise_update
 import torchembed.ops.segments
 import torchembed.ops.sequence_lookup  # noqa: F401
@@ -55,6 +56,14 @@ ERRORS: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (TypeError, r"^ids must be int32 or int64, got float32", {"ids": WEIGHT[0]}),
         (ValueError, r"^ids must be contiguous; call \.contig", {"ids": SPREAD_IDS}),
         (ValueError, r"^num_shares must be positive and less than", {"num_shares": 0}),
+    ],
+    "encode_rows": [
+        (ValueError, r"^rows must be contiguous; call \.contig", {"rows": WEIGHT.t()}),
+        (ValueError, r"^rows must have at least one column", {"rows": WEIGHT[:, :0].contiguous()}),
+    ],
+    "decode_rows": [
+        (TypeError, r"^codes must be uint8, got float32; take them", {"codes": WEIGHT}),
+        (TypeError, r"^dtype must be float32, float16 or bfloat16", {"dtype": LONG}),
     ],
     "are_in_share": [
         (ValueError, r"^hotness must be 1 counts >= 0, .*, got \[-3\]$", {"hotness": [-3]}),

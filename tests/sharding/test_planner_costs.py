@@ -129,6 +129,13 @@ def test_column_wise_with_narrow_wires() -> None:
     assert everywhere == (2 * 128 + 512, 2 * 128 + 512, 0, 2 * (ids + 256) + 2 * 512)
 
 
+def test_vectors_in_8_bits_have_a_byte_more_for_their_scale() -> None:
+    wire = WirePrecision(forward=torch.float8_e4m3fn, backward=torch.bfloat16)
+    loads, _ = loads_of(Placement.COLUMN_WISE, (1, 3), wire=wire)
+    assert loads[:, Load.VECTORS].tolist() == [8 * 9, 8 * 9]
+    assert loads[:, Load.GRADIENTS].tolist() == [8 * 16, 8 * 16]
+
+
 def test_column_wise_under_row_wise_adagrad() -> None:
     """Two ranks exchange one float32 for each of 48 lookups, and go over 48 sums of 8 columns."""
     planner = Planner(batch_size=4, hotness=HOTNESS, optimizer=optim.RowwiseAdagrad)

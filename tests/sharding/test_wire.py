@@ -1,26 +1,38 @@
-"""Vectors and gradients that travel in 16 bits: how far off, and equal wherever they are."""
+"""Vectors and gradients that travel in 8 or 16 bits: how far off, and equal wherever they are."""
 
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import Case, make_batch, make_model, vectors_of
-from torchembed.sharding import WirePrecision
+from tests.support.tolerance import assert_same_bits
+from tests.support.values import normal
+from torchembed.ops.row_codec import decode_rows, encode_rows
+from torchembed.sharding import H200, Planner, Topology, WirePrecision, WireTransport
+from torchembed.sharding.transport.sent_lines import SentLines, decoded, encoded
+from torchembed.sharding.wire import check_wire
 
 NUM_RANKS = 4
 WHOLE_ROWS = {"a": "column_wise", "b": "table_wise", "c": "column_wise", "d": "table_wise"}
+WHOLE_WIDTHS = [2] * 8 + [8] + [2, 2, 1] + [8]
+"""Columns of the vectors that ranks send, in the order of the features' tables."""
 DIVIDED_ROWS = {"a": "row_wise", "b": "table_row_wise", "c": "row_wise", "d": "data_parallel"}
 POOLED = Case(placements=WHOLE_ROWS)
 POOLED_DIVIDED = Case(placements=DIVIDED_ROWS, fixed=True)
 SEQUENCES = Case(placements=DIVIDED_ROWS | {"d": "column_wise"}, pooled=False)
-HALVES = (torch.float16, torch.bfloat16)
+E4M3 = torch.float8_e4m3fn
+NARROW = (torch.float16, torch.bfloat16, E4M3)
+LOST = {torch.float16: 2.0**-39, torch.bfloat16: 2.0**-39, E4M3: 2.0**-16}
+"""What a gradient far below the largest loses, as a part of that."""
 SIZES = (1.0, 1e-12, 1e9)
 """Sizes of gradients: float16 alone would make zeros of the second and infinities of the third."""
 
@@ -41,7 +53,7 @@ def on_a_rank() -> dict[str, Any]:
     return {
         "vectors": vectors_by_wire(),
         "gradients": gradients_by_wire(),
-        "infinite": [infinite_gradients(dtype) for dtype in (None, torch.float16)],
+        "infinite": [infinite_gradients(dtype) for dtype in (None, torch.float16, E4M3)],
         "replicated": replicated_after_training(),
     }
 
@@ -51,7 +63,7 @@ def vectors_by_wire() -> dict[tuple[Case, torch.dtype | None], list[Any]]:
     rank = dist.get_rank()
     found = {}
     for name, case in (("whole", POOLED), ("divided", POOLED_DIVIDED), ("sequences", SEQUENCES)):
-        for dtype in (None, torch.float32, *HALVES):
+        for dtype in (None, torch.float32, *NARROW):
             model = sharded_model(case, WirePrecision(forward=dtype))
             found[name, dtype] = [
                 vectors_of(model.tables(make_batch(case, number, 0))).detach().numpy()
@@ -64,7 +76,7 @@ def gradients_by_wire() -> dict[tuple[float, torch.dtype | None], dict[str, Any]
     """Gradients of whole tables, by the ranks that hold them; forward in another precision."""
     found = {}
     for size in SIZES:
-        for dtype in (None, *HALVES):
+        for dtype in (None, *NARROW):
             wire = WirePrecision(forward=torch.bfloat16, backward=dtype)
             model = sharded_model(Case(placements=dict.fromkeys("abcd", "table_wise")), wire)
             vectors = vectors_of(model.tables(make_batch(POOLED, dist.get_rank(), 0)))
@@ -125,9 +137,11 @@ def check_vectors(of_ranks: list[dict[str, Any]]) -> None:
                 assert torch.equal(torch.from_numpy(mine), plain)
             elif name == "divided":
                 # What each rank adds is rounded, by at most half an eps of it or of the smallest
-                # normal number; the rest is the order in which at most 4 numbers are added.
+                # normal number; the rest is the order in which at most 4 numbers are added. In e4m3
+                # that number is, of the vector's largest, at most 2**-15.
                 total, finfo = sums_of_magnitudes(POOLED_DIVIDED, rank), torch.finfo(dtype)
-                allowed = finfo.eps / 2 * (total + NUM_RANKS * finfo.smallest_normal)
+                smallest = finfo.smallest_normal if dtype is not E4M3 else 2.0**-15 * total.max()
+                allowed = finfo.eps / 2 * (total + NUM_RANKS * smallest)
                 allowed += 2 * 4 * torch.finfo(torch.float32).eps * total
                 errors = (torch.from_numpy(mine) - plain).abs()
                 assert (errors <= allowed).all()
@@ -135,15 +149,32 @@ def check_vectors(of_ranks: list[dict[str, Any]]) -> None:
             elif name == "whole":
                 # Table b, in columns 16 to 23, takes means after the way home: a division more.
                 is_mean = (torch.arange(plain.numel()) % 37).div(8, rounding_mode="floor") == 2
-                rounded, wired = plain.to(dtype).float(), torch.from_numpy(mine)
+                rounded, wired = as_sent(plain, dtype), torch.from_numpy(mine)
                 assert torch.equal(wired[~is_mean], rounded[~is_mean])
                 finfo, errors = torch.finfo(dtype), (wired - plain).abs()
-                allowed = finfo.eps / 2 * (plain.abs() + finfo.smallest_normal)
+                smallest = (
+                    finfo.smallest_normal if dtype is not E4M3 else 2.0**-15 * plain.abs().max()
+                )
+                allowed = finfo.eps / 2 * (plain.abs() + smallest)
                 allowed += 2 * torch.finfo(torch.float32).eps * plain.abs()
                 assert (errors <= allowed)[is_mean].all()
                 assert errors[is_mean].any()
             else:
-                assert torch.equal(torch.from_numpy(mine), plain.to(dtype).float())
+                wired = torch.from_numpy(mine)
+                if dtype is E4M3:
+                    limit = torch.maximum(2.0**-4 * plain.abs(), 2.0**-16 * plain.abs().max())
+                    assert ((wired - plain).abs() <= limit).all() and (wired != plain).any()
+                else:
+                    assert torch.equal(wired, plain.to(dtype).float())
+
+
+def as_sent(vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Pooled ``vectors`` of whole rows after a way in ``dtype``."""
+    if dtype is not E4M3:
+        return vectors.to(dtype).float()
+    parts = vectors.view(-1, sum(WHOLE_WIDTHS)).split(WHOLE_WIDTHS, dim=1)
+    decoded = [decode_rows(encode_rows(part), torch.float32) for part in parts]
+    return torch.cat(decoded, dim=1).flatten()
 
 
 def check_gradients(of_ranks: list[dict[str, Any]]) -> None:
@@ -164,7 +195,7 @@ def check_gradients(of_ranks: list[dict[str, Any]]) -> None:
                 if dtype is None:
                     continue
                 sums = magnitudes[name].double().numpy() * size
-                lost = most_ids * 2.0**-39 * size / NUM_RANKS  # of elements far below the largest
+                lost = most_ids * LOST[dtype] * size / NUM_RANKS
                 reordering = 2 * most_ids * torch.finfo(torch.float32).eps
                 allowed = (torch.finfo(dtype).eps / 2 + reordering) * sums + lost
                 errors = np.abs(gradient - plain)
@@ -173,22 +204,57 @@ def check_gradients(of_ranks: list[dict[str, Any]]) -> None:
     assert seen == set("abcd")
 
 
-def test_what_travels_in_16_bits() -> None:
+def test_what_travels_in_few_bits() -> None:
     of_ranks = run_on_ranks(NUM_RANKS, on_a_rank)
     check_vectors(of_ranks)
     check_gradients(of_ranks)
     infinities = 0
     for results in of_ranks:
-        plain, wired = results["infinite"]
-        for expected, gradient in zip(plain, wired, strict=True):
+        for expected, gradient, in_8_bits in zip(*results["infinite"], strict=True):
             np.testing.assert_array_equal(gradient, expected)
             infinities += np.isinf(gradient).sum()
+            finite = np.isfinite(expected)
+            np.testing.assert_array_equal(np.isnan(in_8_bits), ~finite)
+            np.testing.assert_allclose(in_8_bits[finite], expected[finite], rtol=2.0**-4)
         for ours, theirs in zip(results["replicated"], of_ranks[0]["replicated"], strict=True):
             np.testing.assert_array_equal(ours, theirs)
     assert infinities
 
 
 def test_a_wire_of_another_dtype_is_refused() -> None:
-    message = "^backward of the wire must be float32, float16, bfloat16 or None, got torch.float64$"
+    message = (
+        "^backward of the wire must be float32, float16, bfloat16, float8_e4m3fn or None, got "
+        "torch.float64$"
+    )
     with pytest.raises(TypeError, match=message):
         WirePrecision(backward=torch.float64)
+
+
+def test_push_refuses_8_bits() -> None:
+    message = (
+        "^backward of the wire must be float32, float16, bfloat16 or None under "
+        "WireTransport.PUSH, got torch.float8_e4m3fn; use WireTransport.COLLECTIVE$"
+    )
+    wire, topology = WirePrecision(backward=E4M3), Topology.of_hardware(H200, ranks_per_node=2)
+    with pytest.raises(ValueError, match=message):
+        check_wire(wire, WireTransport.PUSH)
+    with pytest.raises(ValueError, match=message):
+        Planner().plan({}, topology, wire=wire, transport=WireTransport.PUSH)
+    check_wire(WirePrecision(forward=torch.float16), WireTransport.PUSH)
+
+
+LINES = st.builds(
+    SentLines, st.integers(0, 3), st.lists(st.sampled_from([1, 3, 8]), max_size=4).map(tuple)
+)
+
+
+@given(st.lists(LINES, max_size=4), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_lines_are_encoded_vector_by_vector(sent: list[SentLines], dtype: torch.dtype) -> None:
+    widths = [width for lines in sent for _ in range(lines.num_lines) for width in lines.widths]
+    elements = normal(sum(widths), seed=len(widths), dtype=dtype)
+    codes = encoded(elements, sent)
+    assert codes.shape == (sum(lines.num_codes for lines in sent),)
+    one_by_one = [encode_rows(vector.unsqueeze(0))[0] for vector in elements.split(widths)]
+    assert codes.tolist() == [code for vector in one_by_one for code in vector.tolist()]
+    expected = [decode_rows(codes.unsqueeze(0), dtype)[0] for codes in one_by_one]
+    assert_same_bits(decoded(codes, sent, dtype), torch.cat([elements[:0], *expected]))

@@ -10,6 +10,7 @@ import torchembed.ops.initialize_rows
 import torchembed.ops.jagged
 import torchembed.ops.linearize_ids
 import torchembed.ops.pooled_lookup
+import torchembed.ops.row_codec
 import torchembed.ops.rowwise_update
 import torchembed.ops.segments
 import torchembed.ops.sequence_lookup  # noqa: F401
@@ -35,6 +36,8 @@ FITTING: dict[str, dict[str, Any]] = {
         "rows_dtype": LONG,
     },
     "shares_of_ids": {"ids": IDS, "num_shares": 2},
+    "encode_rows": {"rows": WEIGHT},
+    "decode_rows": {"codes": torch.zeros(3, 2, dtype=torch.uint8), "dtype": torch.float32},
     "are_in_share": {
         "ids": IDS,
         "hotness": [1],

@@ -46,6 +46,7 @@ from torchembed.triton_kernels import (
     pooled_lookup,
     push,
     row_blocks,
+    row_codec,
     rowwise_update,
     segments,
     sequence_lookup,
@@ -110,6 +111,11 @@ def launch_id_shares(dtype: torch.dtype) -> None:
     of_features = torch.ones(2, dtype=torch.int64)
     id_shares.launch_shares_of_ids(ids(dtype), 3)
     id_shares.launch_are_in_share(ids(dtype), [1, 3], of_features, of_features, BATCH_SIZE)
+
+
+def launch_row_codec(dim: int, dtype: torch.dtype) -> None:
+    codes = row_codec.launch_encode_rows(torch.zeros(NUM_ROWS, dim, dtype=dtype))
+    row_codec.launch_decode_rows(codes, dtype)
 
 
 def launch_pooled_lookup(
@@ -340,6 +346,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "linearize jagged": lambda: launch_linearize_ids(OFFSETS, []),
     "linearize fixed": lambda: launch_linearize_ids(None, [1, 3]),
     "shares": lambda: launch_id_shares(torch.int64),
+    "row codec": lambda: launch_row_codec(128, torch.float32),
+    "row codec of odd rows": lambda: launch_row_codec(13, torch.bfloat16),
     "shares of int32": lambda: launch_id_shares(torch.int32),
     "find runs": lambda: segments.launch_find_runs(ids(), NUM_ROWS),
     "find one run": lambda: segments.launch_find_runs(ids(count=1), 2**40),

@@ -17,6 +17,7 @@ from torchembed.triton_kernels import (
     linearize_ids,
     pooled_lookup,
     rounding,
+    row_codec,
     rowwise_update,
     run_sums,
     searching,
@@ -53,6 +54,14 @@ def test_id_shares(device: torch.device) -> None:
     asked = integers(device, 0, 2, dtype=torch.int64)
     found = id_shares.launch_are_in_share(ids, [1, 2], num_shares, asked, 2)
     assert found.int().tolist() == [1, 1, 1, 1, 0, 0]
+
+
+def test_row_codec(device: torch.device) -> None:
+    rows = torch.tensor([[1, -1.0625], [1, 1.9375], [0, 0]], device=device)
+    codes = row_codec.launch_encode_rows(rows)
+    assert codes.tolist() == [[0x70, 0xF0, 120], [0x68, 0x70, 121], [0, 0, 1]]
+    decoded = row_codec.launch_decode_rows(codes, torch.float16)
+    assert decoded.tolist() == [[1, -1], [1, 2], [0, 0]]
 
 
 def test_find_runs_count(device: torch.device) -> None:

@@ -25,10 +25,16 @@ class WirePrecision:
     found by reducing the largest finite magnitude, which is scaled to between 2**14 and 2**15. So
     none overflows, and a gradient loses at most 2**-11 of itself or 2**-39 of the largest,
     whichever is more; infinities and NaN are preserved. No loss scaler is needed.
+
+    In float8_e4m3fn each vector, or gradient of one, is sent with a scale of its own, a power of
+    two in one byte; :func:`~torchembed.ops.row_codec.encode_rows` says what is lost. The part of a
+    vector that a rank holds of a table divided by columns counts as a vector. Not for
+    ``WireTransport.PUSH``.
     """
 
     forward: torch.dtype | None = None
-    """Dtype of looked-up vectors: float32, float16, bfloat16, or None for their own."""
+    """Dtype of looked-up vectors: float32, float16, bfloat16, float8_e4m3fn, or None for their
+    own."""
     backward: torch.dtype | None = None
     """Dtype of their gradients, likewise."""
     dense: torch.dtype | None = None
@@ -43,9 +49,10 @@ class WirePrecision:
             )
         for name in ("forward", "backward"):
             dtype = getattr(self, name)
-            if dtype is not None and dtype not in FLOAT_DTYPES:
+            if dtype not in (None, *FLOAT_DTYPES, torch.float8_e4m3fn):
                 raise TypeError(
-                    f"{name} of the wire must be float32, float16, bfloat16 or None, got {dtype}"
+                    f"{name} of the wire must be float32, float16, bfloat16, float8_e4m3fn or "
+                    f"None, got {dtype}"
                 )
 
 
@@ -63,3 +70,26 @@ class WireTransport(enum.Enum):
 
     COLLECTIVE = "collective"
     PUSH = "push"
+
+
+def check_wire(wire: WirePrecision, transport: WireTransport) -> None:
+    """Raise ``ValueError`` where ``transport`` cannot send in the precision of ``wire``."""
+    if transport is not WireTransport.PUSH:
+        return
+    for name in ("forward", "backward"):
+        if getattr(wire, name) is torch.float8_e4m3fn:
+            raise ValueError(
+                f"{name} of the wire must be float32, float16, bfloat16 or None under "
+                f"{transport}, got torch.float8_e4m3fn; use WireTransport.COLLECTIVE"
+            )
+
+
+def vector_bytes(width: int, dtype: torch.dtype, wire: torch.dtype | None) -> int:
+    """Bytes of a sent vector of ``width`` elements of ``dtype``, in the precision ``wire``."""
+    sent = narrow_dtype(dtype, wire)
+    return width * sent.itemsize + (sent is torch.float8_e4m3fn)
+
+
+def narrow_dtype(dtype: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
+    """``wire`` where that is narrower than ``dtype``, else ``dtype``."""
+    return dtype if wire is None or wire.itemsize >= dtype.itemsize else wire

@@ -275,7 +275,8 @@ def wires() -> list[Any]:
         None,
         registry(CommType.FP16, CommType.BF16),
         mixed,
-        {name: registry(CommType.FP8, CommType.FP8)[name]},
+        {name: registry(CommType.FP8, CommType.BF16)[name]},
+        {name: registry(CommType.INT8, CommType.FP32)[name]},
         {**half, name: mixed[name]},
     ]
     found = map(wire_precision, registries)
@@ -426,7 +427,8 @@ def test_wires_are_torchrecs_where_we_have_them(ranks: list[dict[str, Any]]) -> 
         (None, None),
         (torch.float16, torch.bfloat16),
         (None, torch.float16),
-        "vectors that are sent as fp8",
+        (torch.float8_e4m3fn, torch.bfloat16),
+        "vectors that are sent as int8",
         "quantized communication of several kinds",
     ]
 

@@ -123,7 +123,7 @@ def shard_embeddings(
             ranks that disagree, also where planning fails on some of them only; where the tables do
             not fit into memory, as far as it is known: without a planner, that of rows, the dense
             part and, given ``optimizer``, its state; for ``PUSH`` where GPUs cannot store into each
-            other's memory.
+            other's memory, and for a wire that it cannot send in.
     """
     check_mesh(mesh)
     flat, wire = flat_mesh(mesh), wire or WirePrecision()
@@ -141,7 +141,7 @@ def shard_embeddings(
         if planner is not None:
             plan = with_topology(planner, mesh, flat)
         checked, report = checked_plan(model, mesh, plan, wire, transport)
-        check_transport(transport, mesh, num_nodes(mesh))
+        check_transport(transport, wire, mesh, num_nodes(mesh))
         description = describe(model, checked, wire, transport)
     except Exception as error:  # noqa: BLE001 - raised below, once all ranks know of it
         problem, description = error, [f"the error: {type(error).__name__}: {error}"]

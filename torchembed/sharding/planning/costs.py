@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import numpy as np
-import torch
 
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.hash_table import BUCKET_SLOTS
@@ -27,7 +26,7 @@ from torchembed.sharding.planning.plan import Placement, Shard, TablePlan
 from torchembed.sharding.planning.storage_costs import HeldRows, host_line_bytes
 from torchembed.sharding.planning.table_use import TableUse
 from torchembed.sharding.planning.topology import Topology
-from torchembed.sharding.wire import WirePrecision, WireTransport
+from torchembed.sharding.wire import WirePrecision, WireTransport, vector_bytes
 from torchembed.tables import Storage
 
 ID_BYTES, ANY_ID_BYTES, LENGTH_BYTES = 4, 8, 8
@@ -201,8 +200,10 @@ class CostModel:
         vectors = bags if use.pooled else num_samples * hotness * share
         width = shard.num_columns
         out_itemsize = use.output_dtype.itemsize
-        forward = vectors * width * _wire_itemsize(self.wire.forward, use)
-        backward = vectors * width * _wire_itemsize(self.wire.backward, use)
+        forward, backward = (
+            vectors * vector_bytes(width, use.output_dtype, dtype)
+            for dtype in (self.wire.forward, self.wire.backward)
+        )
         weight_row = width * spec.dtype.itemsize
         return np.array(
             [
@@ -391,12 +392,6 @@ class CostModel:
         loads[:, Load.GRADIENTS] = squares * (num_shards - 1) / (num_ranks - 1)
         loads[:, Load.HELD] = SUM_COPIES * summed + 2 * num_shards * squares
         return loads
-
-
-def _wire_itemsize(dtype: torch.dtype | None, use: TableUse) -> int:
-    """Bytes of one element of ``use``'s vectors in an exchange: the narrower of the two dtypes."""
-    out = use.output_dtype.itemsize
-    return out if dtype is None else min(dtype.itemsize, out)
 
 
 def _looked_up(lookups: float, touched: float, row_bytes: int) -> float:

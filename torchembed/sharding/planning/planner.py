@@ -22,7 +22,7 @@ from torchembed.sharding.planning.storage_costs import PlannedCache
 from torchembed.sharding.planning.table_use import TableUse
 from torchembed.sharding.planning.tier_choice import TierChoice
 from torchembed.sharding.planning.topology import Topology
-from torchembed.sharding.wire import WirePrecision, WireTransport
+from torchembed.sharding.wire import WirePrecision, WireTransport, check_wire
 
 _SHARES = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5, 0.25, 0.0)
 """Shares of the devices' memory that rows and caches are to take; less where no plan is found that
@@ -141,7 +141,8 @@ class Planner:
 
         Raises:
             ValueError: for a constraint, hotness or distinct ids of an unknown table or feature,
-                for a constraint that leaves no placement, and for tables that do not fit.
+                for a constraint that leaves no placement, for tables that do not fit, and for a
+                wire that ``transport`` cannot send in.
             FileNotFoundError: if the folder that is to hold that of the topology's disk is
                 missing, and the disk has no capacity.
         """
@@ -152,11 +153,13 @@ class Planner:
             )
         topology = dataclasses.replace(topology, disk=topology.disk.known())
         self._check_names(tables)
+        wire = wire or WirePrecision()
+        check_wire(wire, transport)
         model = CostModel(
             topology=topology,
             batch_size=self.batch_size,
             rule=UpdateRule(kind=self.optimizer.kind),
-            wire=wire or WirePrecision(),
+            wire=wire,
             fixed_hotness=self.fixed_hotness,
             hotness=self.hotness,
             distinct_ids=self.distinct_ids,

@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from torchembed.core.function_context import FunctionContext
 from torchembed.sharding.transport.finished_work import wait_for
-from torchembed.sharding.transport.narrowing import float16_scale, narrowed
-from torchembed.sharding.wire import WirePrecision
+from torchembed.sharding.transport.narrowing import float16_scale
+from torchembed.sharding.transport.sent_lines import SentLines, decoded, encoded
+from torchembed.sharding.wire import WirePrecision, narrow_dtype
 
 
 def exchange(
@@ -140,47 +141,83 @@ class _DifferentiableExchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionContext,
-        tensor: Tensor,
-        send: list[int],
-        receive: list[int],
+        elements: Tensor,
+        send: Sequence[SentLines],
+        receive: Sequence[SentLines],
         group: dist.ProcessGroup | None,
         gradient_scale: float,
         wire: WirePrecision,
     ) -> Tensor:
         ctx.send, ctx.receive, ctx.group, ctx.scale = send, receive, group, gradient_scale
         ctx.wire = wire.backward
-        return exchange(narrowed(tensor, wire.forward), send, receive, group).to(tensor.dtype)
+        return _exchange_lines(elements, send, receive, group, wire.forward)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad * ctx.scale
-        dtype, inverse = grad.dtype, None
-        if ctx.wire is torch.float16 and dtype is torch.float32:
+        inverse = None
+        if ctx.wire is torch.float16 and grad.dtype is torch.float32:
             # Gradients are often too small for float16, which would flush them to zero.
             scale, inverse = float16_scale(grad, ctx.group)
             grad = grad * scale
-        sent = narrowed(grad, ctx.wire)
-        grad = exchange(sent, ctx.receive, ctx.send, ctx.group, in_backward=True).to(dtype)
+        grad = _exchange_lines(grad, ctx.receive, ctx.send, ctx.group, ctx.wire, in_backward=True)
         return grad if inverse is None else grad * inverse, *[None] * 5
 
 
+def _exchange_lines(
+    elements: Tensor,
+    send: Sequence[SentLines],
+    receive: Sequence[SentLines],
+    group: dist.ProcessGroup | None,
+    wire: torch.dtype | None,
+    *,
+    in_backward: bool = False,
+) -> Tensor:
+    """:func:`exchange` of lines, sent in ``wire``; they arrive in their own dtype."""
+    sent = narrow_dtype(elements.dtype, wire)
+    if sent is torch.float8_e4m3fn:
+        codes = exchange(
+            encoded(elements, send),
+            [lines.num_codes for lines in send],
+            [lines.num_codes for lines in receive],
+            group,
+            in_backward=in_backward,
+        )
+        return decoded(codes, receive, elements.dtype)
+    received = exchange(
+        elements.to(sent),
+        [lines.num_elements for lines in send],
+        [lines.num_elements for lines in receive],
+        group,
+        in_backward=in_backward,
+    )
+    return received.to(elements.dtype)
+
+
 def differentiable_exchange(
-    tensor: Tensor,
-    send: list[int],
-    receive: list[int],
+    elements: Tensor,
+    send: Sequence[SentLines],
+    receive: Sequence[SentLines],
     group: dist.ProcessGroup | None,
     gradient_scale: float,
     wire: WirePrecision,
 ) -> Tensor:
-    """:func:`exchange` whose backward sends gradients the other way, times ``gradient_scale``.
+    """All-to-all of vectors whose backward sends gradients the other way, times ``gradient_scale``.
 
     Both are sent in the precision of ``wire`` and arrive in their own dtype.
     Where gradients are enabled the result requires one on every rank, so that all ranks take part
     in backward even where one has nothing to train.
+
+    Args:
+        elements: one-dimensional, the lines that ``send`` describes for each rank.
+        receive: the lines that come from each rank.
+
+    Returns:
+        One-dimensional: the elements of these lines.
     """
     # Autograd would otherwise skip the backward of a rank without trained tables, and the other
     # ranks would wait for the collective in it.
-    if torch.is_grad_enabled() and not tensor.requires_grad:
-        tensor = tensor.detach().requires_grad_()
-    return _DifferentiableExchange.apply(tensor, send, receive, group, gradient_scale, wire)
+    if torch.is_grad_enabled() and not elements.requires_grad:
+        elements = elements.detach().requires_grad_()
+    return _DifferentiableExchange.apply(elements, send, receive, group, gradient_scale, wire)

@@ -13,6 +13,7 @@ from torchembed.sharding.transport.collectives import (
 )
 from torchembed.sharding.transport.layout import Layout
 from torchembed.sharding.transport.route import Route
+from torchembed.sharding.transport.sent_lines import SentLines
 from torchembed.sharding.transport.table_ranks import TableRanks
 
 
@@ -98,12 +99,16 @@ class FixedRoute(Route):
         mine, num_ranks = layout.blocks[self._rank], layout.num_ranks
         pieces = [self.hotness[b.part] * size for b in mine for size in self.batch_sizes]
         by_rank = [k * num_ranks + r for r in range(num_ranks) for k in range(len(mine))]
-        scale = 1.0 / num_ranks
+        scale, width = 1.0 / num_ranks, vectors.shape[1]
+        came, goes = (
+            [SentLines(count, (width,)) for count in counts]
+            for counts in (self._receive, self._send)
+        )
         # Pieces are moved by torch.cat, whose gradient is one, too.
         home = differentiable_exchange(
-            in_order(vectors, pieces, by_rank),
-            *(self._receive, self._send, self._group, scale, self._ranks.wire),
-        )
+            in_order(vectors, pieces, by_rank).reshape(-1),
+            *(came, goes, self._group, scale, self._ranks.wire),
+        ).view(-1, width)
         parts = [block.part for blocks in layout.blocks for block in blocks]
         sizes = [self.hotness[part] * self.num_samples for part in parts]
         return in_order(home, sizes, [parts.index(part) for part in range(layout.num_parts)])

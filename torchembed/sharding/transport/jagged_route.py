@@ -16,6 +16,7 @@ from torchembed.sharding.transport.collectives import (
 )
 from torchembed.sharding.transport.layout import Layout
 from torchembed.sharding.transport.route import Route
+from torchembed.sharding.transport.sent_lines import SentLines
 from torchembed.sharding.transport.table_ranks import TableRanks
 
 
@@ -195,6 +196,11 @@ class JaggedRoute(Route):
             ``[num_home, D]``. In backward, gradients go to the tables divided by the number of
             ranks.
         """
-        scale = 1.0 / self._layout.num_ranks
-        wire = self._ranks.wire
-        return differentiable_exchange(vectors, self._receive, self._send, self._group, scale, wire)
+        scale, width = 1.0 / self._layout.num_ranks, vectors.shape[1]
+        came, goes = (
+            [SentLines(count, (width,)) for count in counts]
+            for counts in (self._receive, self._send)
+        )
+        return differentiable_exchange(
+            vectors.reshape(-1), came, goes, self._group, scale, self._ranks.wire
+        ).view(-1, width)

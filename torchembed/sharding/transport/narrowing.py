@@ -1,20 +1,10 @@
-"""Rounding vectors and gradients to the precision in which they are sent."""
+"""The scale of gradients that are sent in float16."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchembed.sharding.transport.finished_work import all_reduce
-
-
-def narrow_dtype(dtype: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
-    """``wire`` where that is narrower than ``dtype``, else ``dtype``."""
-    return dtype if wire is None or wire.itemsize >= dtype.itemsize else wire
-
-
-def narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``tensor`` in ``dtype`` where that is narrower."""
-    return tensor.to(narrow_dtype(tensor.dtype, dtype))
 
 
 def float16_scale(gradients: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

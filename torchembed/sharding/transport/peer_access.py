@@ -7,20 +7,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchembed.sharding.wire import WireTransport
+from torchembed.sharding.wire import WirePrecision, WireTransport, check_wire
 
 
-def check_transport(transport: WireTransport, mesh: DeviceMesh, num_nodes: int) -> None:
+def check_transport(
+    transport: WireTransport, wire: WirePrecision, mesh: DeviceMesh, num_nodes: int
+) -> None:
     """Raise where ``transport`` cannot be used on ``mesh``, as far as all ranks know it alike.
 
     Raises:
         TypeError: for something other than a ``WireTransport``.
-        ValueError: for a mesh of several nodes, or not of GPUs.
+        ValueError: for a mesh of several nodes, or not of GPUs, and for a ``wire`` that it cannot
+            send in.
     """
     if not isinstance(transport, WireTransport):
         raise TypeError(f"transport must be a WireTransport, got {transport!r}")
     if transport is WireTransport.COLLECTIVE:
         return
+    check_wire(wire, transport)
     if mesh.device_type != "cuda":
         raise ValueError(
             f"transport must be WireTransport.COLLECTIVE on {mesh.device_type}, got {transport}; "

@@ -14,8 +14,8 @@ from torchembed.ops.push import RectangleCopy
 from torchembed.sharding.transport.channel import Channel, PushDomain
 from torchembed.sharding.transport.columns import ColumnCopy, joined_moves, place_in, taken_from
 from torchembed.sharding.transport.layout import Layout
-from torchembed.sharding.transport.narrowing import float16_scale, narrow_dtype
-from torchembed.sharding.wire import WirePrecision
+from torchembed.sharding.transport.narrowing import float16_scale
+from torchembed.sharding.wire import WirePrecision, narrow_dtype
 
 
 class ReceivedColumns(NamedTuple):

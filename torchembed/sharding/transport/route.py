@@ -10,6 +10,7 @@ from torchembed.sharding.transport.collectives import differentiable_exchange, e
 from torchembed.sharding.transport.columns import ColumnCopy
 from torchembed.sharding.transport.layout import Layout
 from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush
+from torchembed.sharding.transport.sent_lines import SentLines
 from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.sharding.wire import WirePrecision
 
@@ -50,9 +51,10 @@ class Route:
         num_ranks = self._layout.num_ranks
         if not weights.requires_grad:
             return exchange(weights, send, receive, self._group)
+        sent, received = ([SentLines(n, (1,)) for n in sizes] for sizes in (send, receive))
         as_they_are = WirePrecision()
         return differentiable_exchange(
-            weights, send, receive, self._group, float(num_ranks), as_they_are
+            weights, sent, received, self._group, float(num_ranks), as_they_are
         )
 
     def return_pooled(self, pooled: Tensor) -> list[Tensor]:
@@ -67,21 +69,24 @@ class Route:
             the mean over ranks.
         """
         num_samples = self.batch_sizes[self._rank]
-        widths = [[block.num_columns for block in blocks] for blocks in self._layout.blocks]
+        widths = [tuple(block.num_columns for block in blocks) for blocks in self._layout.blocks]
         weights = self.features.weights
         if not self._layout.blocks[self._rank] and weights is not None and weights.requires_grad:
             # Without a block nothing here uses the weights. Autograd would leave out the backward
             # of their exchange, which needs all ranks.
             pooled = pooled + weights.sum().to(pooled.dtype) * 0
-        send = [size * pooled.shape[1] for size in self.batch_sizes]
-        receive = [num_samples * sum(of_rank) for of_rank in widths]
+        send = [SentLines(size, widths[self._rank]) for size in self.batch_sizes]
+        receive = [SentLines(num_samples, of_rank) for of_rank in widths]
         scale = 1.0 / self._layout.num_ranks
         flat = differentiable_exchange(
             pooled.reshape(-1), send, receive, self._group, scale, self._ranks.wire
         )
         from_shards: list[list[Tensor]] = [[] for _ in range(self._layout.num_parts)]
         for blocks, of_rank, vectors in zip(
-            self._layout.blocks, widths, flat.split(receive), strict=True
+            self._layout.blocks,
+            widths,
+            flat.split([lines.num_elements for lines in receive]),
+            strict=True,
         ):
             by_block = vectors.view(num_samples, sum(of_rank)).split(of_rank, dim=1)
             for block, columns in zip(blocks, by_block, strict=True):

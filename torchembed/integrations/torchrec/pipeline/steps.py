@@ -67,8 +67,9 @@ class PipelineSteps:
         ranks.make_cpu_group()
         group = group_with_cpu(model.collections[0][1].process_group)
         mesh = DeviceMesh.from_group(group, device.type)
-        check_transport(transport, mesh, num_nodes=1)
-        of_all = TableRanks(mesh, (), model.wire, transport=transport)
+        wire = model.wire
+        check_transport(transport, wire, mesh, num_nodes=1)
+        of_all = TableRanks(mesh, (), wire, transport=transport)
         self._model = PipelineModel(model, of_all, fuses_layers=fuses_layers)
         aliased = self._model.dense.aliased
         # On the CPU nothing is captured, and torch's own steps are faster.

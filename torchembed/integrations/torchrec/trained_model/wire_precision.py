@@ -8,7 +8,13 @@ from torchrec.distributed.types import QuantizedCommCodecs
 
 from torchembed.sharding.wire import WirePrecision
 
-_DTYPES = {SparseType.FP32: None, SparseType.FP16: torch.float16, SparseType.BF16: torch.bfloat16}
+_DTYPES = {
+    SparseType.FP32: None,
+    SparseType.FP16: torch.float16,
+    SparseType.BF16: torch.bfloat16,
+    # FBGEMM's has a float32 scale for each row, and other 8-bit formats.
+    SparseType.FP8: torch.float8_e4m3fn,
+}
 
 
 def wire_precision(registry: Mapping[str, QuantizedCommCodecs] | None) -> WirePrecision | str:
