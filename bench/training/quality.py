@@ -3,8 +3,9 @@
 ``python -m bench.training.quality`` trains with several seeds in float32 and bfloat16, all on the
 same batches, and prints the AUC of each on held-out rows and the most that a model can expect.
 ``--compare rows`` trains the tables' choices in place of the dense part's: rows of 16 bits, rounded
-stochastically, and row-wise Adagrad. ``--shape small`` is a model and a log for processors; the
-default is MLPerf's, for one GPU.
+stochastically, and row-wise Adagrad. ``--compare wire`` trains with vectors and gradients rounded
+as ranks send them, which one process does, too. ``--shape small`` is a model and a log for
+processors; the default is MLPerf's, for one GPU.
 
 A choice passes where its mean is no further from the first one's than 0.0005, or two standard
 deviations of the first one's seeds. Row-wise Adagrad is an optimizer of its own, which nothing is
@@ -20,17 +21,21 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from bench.data import dlrm_dcnv2 as workload
 from bench.data.device_click_log import DeviceClickLog
 from bench.report.result_file import Row, write_results
-from torchembed import EmbeddingBagConfig, optim
+from torchembed import EmbeddingBagConfig, optim, shard_embeddings
 from torchembed.data import Batch, ClickLog, ClickLogConfig, Split
 from torchembed.data.click_log import rank_auc
+from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.optim import FusedOptimizer
+from torchembed.sharding import Placement, WirePrecision
 from torchembed.tables import table_of
 from torchembed.training import Evaluation, TrainPipeline, evaluate
 
@@ -44,6 +49,8 @@ class Choice(NamedTuple):
     """Of the tables."""
     dense: torch.dtype = torch.float32
     """Of the dense part and of the pooled vectors, whose weights and states stay float32."""
+    wire: WirePrecision | None = None
+    """Of vectors and gradients between ranks; tables are not sharded where None."""
 
 
 CHOICES = {
@@ -54,6 +61,15 @@ CHOICES = {
         "fp16, Adagrad": Choice(rows=torch.float16),
         "fp32, row-wise Adagrad": Choice(optimizer=optim.RowwiseAdagrad),
         "bf16, row-wise Adagrad": Choice(rows=torch.bfloat16, optimizer=optim.RowwiseAdagrad),
+    },
+    "wire": {
+        "fp32": Choice(wire=WirePrecision()),
+        "bf16": Choice(wire=WirePrecision(forward=torch.bfloat16, backward=torch.bfloat16)),
+        "fp8 vectors": Choice(wire=WirePrecision(forward=torch.float8_e4m3fn)),
+        "fp8 gradients": Choice(wire=WirePrecision(backward=torch.float8_e4m3fn)),
+        "fp8": Choice(
+            wire=WirePrecision(forward=torch.float8_e4m3fn, backward=torch.float8_e4m3fn)
+        ),
     },
 }
 """The choices of each comparison; all are compared with the first."""
@@ -72,7 +88,7 @@ SMALL_DENSE_SIZES = workload.DenseSizes(
 class Config:
     """Trainings to compare."""
 
-    compare: Literal["precision", "rows"] = "precision"
+    compare: Literal["precision", "rows", "wire"] = "precision"
     shape: Literal["mlperf", "small"] = "mlperf"
     batch_size: int = 2048
     num_steps: int = 3000
@@ -130,11 +146,15 @@ def train_once(
     model = workload.make_model(
         config.tables(choice.rows),
         workload.DENSE_SIZES if config.shape == "mlperf" else SMALL_DENSE_SIZES,
-        table_device=device,
+        table_device=device if choice.wire is None else "meta",
         device=device,
         seed=seed,
         output_dtype=choice.dense,
     )
+    if choice.wire is not None:
+        placements = dict.fromkeys(table_specs(model), Placement.TABLE_WISE)
+        mesh = init_device_mesh(device.type, (1,))
+        shard_embeddings(model, mesh, placements, wire=choice.wire)
     tables = [p for p in model.parameters() if table_of(p) is not None]
     lr, eps = config.learning_rate, 1e-8
     of_tables = choice.optimizer(tables, lr=lr, eps=eps)
@@ -234,6 +254,9 @@ def main() -> None:
         flush=True,
     )
     choices = CHOICES[config.compare]
+    if any(choice.wire is not None for choice in choices.values()):
+        backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
     rows: list[Row] = []
     for seed in config.seeds:
         for name in choices:
@@ -247,6 +270,8 @@ def main() -> None:
             gc.collect()
             if config.output is not None:
                 write_results(config.output, [*rows, *compare(rows, choices, bayes_auc)])
+    if dist.is_initialized():
+        dist.destroy_process_group()
     summaries = compare(rows, choices, bayes_auc)
     print("\n".join(map(line, summaries)))
     raise SystemExit(0 if all(summary["passes"] for summary in summaries) else 1)
