@@ -1,5 +1,6 @@
 """``shard_embeddings``: what it leaves in a model, what it refuses, and how state moves."""
 
+import copy
 import dataclasses
 import functools
 import re
@@ -59,6 +60,7 @@ def refusals() -> dict[str, str]:
     too_large, wide = one_table(1 << 40, 128), one_table(1 << 20, 1 << 18)
     one_process = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("mesh", "node", "rank"))
     stored_model = make_model(dataclasses.replace(MIXED, stored=("a",)), "meta")
+    sharded = torchembed.shard_embeddings(make_model(MIXED), mesh)
     attempts: dict[str, tuple[Any, ...]] = {
         "three dimensions": (make_model(MIXED), init_device_mesh("cpu", (1, 1, 2))),
         "other nodes": (make_model(MIXED), init_device_mesh("cpu", (2, 1)), plan),
@@ -66,6 +68,7 @@ def refusals() -> dict[str, str]:
         "some processes": (make_model(MIXED), one_process["node", "rank"]),
         "another split": (make_model(MIXED), mesh, uneven),
         "a collection": (make_model(MIXED).tables, mesh),
+        "twice": (sharded, mesh),
         "fewer tables": (make_model(MIXED), mesh, fewer),
         "other ranks": (make_model(MIXED), mesh, wrong_ranks),
         "meta": (on_meta, mesh),
@@ -79,6 +82,10 @@ def refusals() -> dict[str, str]:
             torchembed.shard_embeddings(*arguments)
         except ValueError as error:
             messages[name] = str(error)
+    try:
+        copy.deepcopy(sharded)
+    except TypeError as error:
+        messages["a copy"] = str(error)
     return messages
 
 
@@ -89,7 +96,8 @@ def disagreements() -> dict[str, str]:
     others = {
         "placement": {"plan": {"tables.embedding_bags.d": "row_wise"}},
         "refused": {"plan": {"tables.embedding_bags.e": "row_wise"}},
-        "another error": {"plan": 5},
+        "no plan": {"plan": 5},
+        "another error": {"wire": torch.float16},
         "wire": {"wire": WirePrecision(backward=torch.float16)},
         "setting": {"case": Case(placements={}, on_bad_id="zero")},
         "tables": {"case": Case(placements={}, dtype=torch.float16)},
@@ -229,7 +237,9 @@ def test_refusals() -> None:
             "some processes": "mesh must hold all 2 processes where it has two dimensions or some",
             "order": "mesh must hold its ranks in increasing order, got [1, 0]",
             "another split": "tables.embedding_bags.a must divide 23 rows of 8 columns as place",
-            "a collection": "model must contain collections, not be one",
+            "a collection": "model must contain modules with tables, got an EmbeddingBagColl",
+            "twice": "model must not be sharded yet, but its tables is a ShardedEmbeddingBagC",
+            "a copy": "ShardedEmbeddingBagCollection cannot be copied, since it exchanges with",
             "fewer tables": "plan must hold the tables",
             "other ranks": "plan is for 4 ranks, but mesh has 2",
             "meta": "parameters ['top.weight', 'top.bias'] are on the meta device",
@@ -251,7 +261,8 @@ def test_ranks_that_disagree_are_told_in_what() -> None:
         "tables.embedding_bags.d: table_wise on ranks 1, rank 1 has "
         "tables.embedding_bags.d: row_wise on ranks 0, 1; start every rank with",
         "refused": r"rank 1 has the error: ValueError: plan places tables .*embedding_bags.e",
-        "another error": "rank 1 has the error: AttributeError: 'int' object has no attribute",
+        "no plan": r"rank 1 has the error: ValueError: plan must be .*, got 5",
+        "another error": "rank 1 has the error: TypeError: wire must be a WirePrecision, as .* got",
         "wire": r"rank 0 has WirePrecision\(.*backward=None, .*\), rank 1 .*torch.float16, .*\);",
         "setting": r"rank 0 has tables: .*on_bad_id=RAISE.*, rank 1 has tables: .*ZERO",
         "tables": r"EmbeddingBagConfig\(name='a'.*torch.float32.*name='a'.*torch.float16",

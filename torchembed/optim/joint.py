@@ -24,7 +24,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     Attributes:
         optimizers: the optimizer of the tables and that of the dense parameters, where there are
-            any.
+            any; of several ranks, one without tables has an optimizer of tables, too.
     """
 
     grad_scale: Tensor | None

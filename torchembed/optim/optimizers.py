@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from torchembed.core import ranks
 from torchembed.core.types import OptimizerKind
 from torchembed.optim.dense import DenseOptimizer
 from torchembed.optim.dense_optimizers import DenseAdagrad, DenseAdam, DenseSGD
@@ -25,22 +26,25 @@ class _WithDense(FusedOptimizer):
         """Make one optimizer of tables and dense parameters.
 
         ``Adagrad.with_dense(model.parameters(), lr=0.01)`` updates tables by :class:`Adagrad` and
-        all other parameters by :class:`DenseAdagrad`; likewise for the other rules.
+        all other parameters by :class:`DenseAdagrad`; likewise for the other rules. Of several
+        ranks, one that holds no table has an optimizer of tables without parameters, so that all
+        have optimizers of the same kinds.
 
         Args:
             params: parameters of both kinds, or parameter groups of them.
             hyperparameters: arguments of this class; the dense optimizer gets those that it has.
 
         Raises:
-            ValueError: if there is no parameter.
+            ValueError: if there is no parameter, and one rank alone.
             TypeError: for a module in place of its parameters.
         """
         of_tables, of_dense = split_parameters(params, _ONLY_OF_TABLES)
-        if not of_tables and not of_dense:
+        is_alone = ranks.world_size() == 1
+        if is_alone and not of_tables and not of_dense:
             raise ValueError("params must hold at least one parameter, got none")
         rest = {n: value for n, value in hyperparameters.items() if n not in _ONLY_OF_TABLES}
         parts: list[torch.optim.Optimizer] = []
-        if of_tables:
+        if of_tables or not is_alone:
             parts.append(cls(of_tables, **hyperparameters))  # type: ignore[call-arg]
         if of_dense:
             parts.append(cls.dense_counterpart(of_dense, **rest))  # type: ignore[call-arg]

@@ -11,7 +11,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.ranks import any_rank_each, check_cpu_backend, gather_objects
 from torchembed.core.trees import Tree, map_tensors
-from torchembed.data.batch import Batch, WeightedBatch, as_batch, not_none
+from torchembed.data.batch import Batch, LabeledInputs, WeightedBatch, as_batch, not_none
 from torchembed.step.batches.batch_layout import to_device
 from torchembed.training.epochs import Epochs
 from torchembed.training.stop import StopSignal
@@ -57,7 +57,7 @@ class OtherLayout(NamedTuple):
     """The layout of batches of another form, of which no empty one is known."""
 
     kind: str
-    """The name of their type."""
+    """Their form in words: the name of their type, or ``(inputs, labels)``."""
 
 
 def _empty_features(features: SparseFeatures) -> SparseFeatures:
@@ -147,7 +147,8 @@ def _layout_of(batch: Tree) -> BatchLayout | OtherLayout | None:
         return None
     if isinstance(batch, (Batch, WeightedBatch)):
         return BatchLayout.of(batch)
-    return OtherLayout(type(batch).__name__)
+    is_labeled = isinstance(batch, LabeledInputs)
+    return OtherLayout("(inputs, labels)" if is_labeled else type(batch).__name__)
 
 
 def _agreed_layout(batch: Tree) -> BatchLayout | OtherLayout:

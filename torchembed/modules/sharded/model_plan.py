@@ -221,11 +221,25 @@ def checked_plan(
     Raises:
         ValueError: where the plan does not fit the model or the mesh, or the model cannot be
             sharded.
+        TypeError: for a ``wire`` that is none.
     """
     if isinstance(model, (Collection, SingleTable)):
-        raise ValueError("model must contain collections, not be one; wrap it in a module")
+        raise ValueError(
+            f"model must contain modules with tables, got an {type(model).__name__} itself; wrap "
+            "it in a module"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, TableModule) and not isinstance(module, (Collection, SingleTable)):
+            raise ValueError(
+                f"model must not be sharded yet, but its {name} is a {type(module).__name__}; call "
+                "shard_embeddings once"
+            )
     specs, report = table_specs(model), None
-    if isinstance(plan, str):
+    if not isinstance(wire, WirePrecision):
+        raise TypeError(
+            f"wire must be a WirePrecision, as WirePrecision(forward=torch.bfloat16), got {wire!r}"
+        )
+    if plan is not None and not isinstance(plan, (ShardingPlan, Planner, Mapping)):
         raise ValueError(
             f'plan must be "auto", a Planner, a ShardingPlan or placements by table, got {plan!r}'
         )

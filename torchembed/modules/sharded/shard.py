@@ -117,7 +117,7 @@ def shard_embeddings(
         ``model``.
 
     Raises:
-        TypeError: where ``mesh`` is not a ``DeviceMesh``.
+        TypeError: where ``mesh`` is not a ``DeviceMesh``, or ``wire`` no ``WirePrecision``.
         RuntimeError: where there is no process group.
         ValueError: for a mesh or plan that does not fit the model; a sparse or nested parameter; or
             ranks that disagree, also where planning fails on some of them only; where the tables do

@@ -19,6 +19,7 @@ from torchembed.modules.lookup.bad_ids_of_slots import SlotName, submit_bad_id
 from torchembed.modules.lookup.fetched_rows import submit_nothing_refused
 from torchembed.modules.lookup.lookup_stages import B, R, V
 from torchembed.modules.lookup.slots import Slots
+from torchembed.modules.sharded.bound_to_ranks import BoundToRanks
 from torchembed.modules.sharded.checked_ids import IdChecks
 from torchembed.modules.sharded.taken_rows import check_untrained, take_rows
 from torchembed.modules.staged_collection import StagedCollection
@@ -129,7 +130,7 @@ def local_table(spec: TableSpec, plan: TablePlan, ranks: TableRanks) -> Table | 
     return table
 
 
-class ShardedCollection(StagedCollection[B, R, V]):
+class ShardedCollection(BoundToRanks, StagedCollection[B, R, V]):
     """A collection whose tables are spread over the ranks of a mesh.
 
     Made by :func:`~torchembed.shard_embeddings` from an unsharded collection. Only what this rank

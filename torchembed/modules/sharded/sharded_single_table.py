@@ -15,6 +15,7 @@ from torchembed.modules.embedding import EmbeddingBag
 from torchembed.modules.index_in_state_dict import IndexInStateDict
 from torchembed.modules.inside_ddp import DenseOwner
 from torchembed.modules.lookup.forward_admission import admits_in_forward
+from torchembed.modules.sharded.bound_to_ranks import BoundToRanks
 from torchembed.modules.sharded.joined_exchange import ExchangeKind, ExchangeSlot
 from torchembed.modules.sharded.lookup_of_modules import (
     LookupOfModules,
@@ -55,7 +56,7 @@ def _distribute(
         state[key] = table.contents_as_global(state[key])
 
 
-class ShardedSingleTable(IndexInStateDict, ModuleOfOneTable):
+class ShardedSingleTable(BoundToRanks, IndexInStateDict, ModuleOfOneTable):
     """A module of one table that is spread over the ranks of a mesh.
 
     Made by :func:`~torchembed.shard_embeddings` from an unsharded module, whose results it gives
