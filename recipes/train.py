@@ -45,7 +45,12 @@ class Command(NamedTuple):
 
 
 def parse(arguments: Sequence[str]) -> Command:
-    """The recipe's name, and its config with what the arguments change."""
+    """The recipe's name, and its config with what the arguments change.
+
+    Raises:
+        FileNotFoundError: where ``--data`` or ``--resume`` names what is not there.
+        ValueError: where ``--resume`` names a run of another recipe.
+    """
     chooser = argparse.ArgumentParser(
         prog="python -m recipes.train",
         description="Train a recipe, or go on with a run of it: RECIPE --resume [FOLDER].",
@@ -80,7 +85,10 @@ def parse(arguments: Sequence[str]) -> Command:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, train, and print the result on rank 0."""
     start = time.perf_counter()
-    name, config, options, is_resumed = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        name, config, options, is_resumed = parse(sys.argv[1:] if arguments is None else arguments)
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(f"python -m recipes.train: {error}") from error
     # What sharding takes of the memory.
     logging.basicConfig(format="%(message)s")
     logging.getLogger("torchembed").setLevel(logging.INFO)

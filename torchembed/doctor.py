@@ -3,12 +3,13 @@
 The exit status is 0 where torchembed is usable, else 1.
 """
 
+import argparse
 import importlib
 import importlib.metadata
 import pkgutil
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -132,8 +133,13 @@ def _print_section(title: str, lines: list[str]) -> None:
         print(f"  {line}")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; 0 where torchembed is usable, else 1."""
+    argparse.ArgumentParser(
+        prog="python -m torchembed.doctor",
+        description="Print what is installed, what does not fit together, and which kernel each "
+        "operation runs.",
+    ).parse_args(arguments)
     installed = {name: installed_version(name) for name in DISTRIBUTIONS}
     # The imported torch counts, also where its metadata is absent or another's.
     torch_version = installed["torch"] = str(torch.__version__)

@@ -73,6 +73,12 @@ def test_report_is_printed_and_usable() -> None:
     assert run.stdout.endswith("torchembed is usable here.\n")
 
 
+def test_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        doctor.main(["--verbose"])
+    assert "unrecognized arguments: --verbose" in capsys.readouterr().err
+
+
 def test_report_gives_the_reason_for_a_forced_reference() -> None:
     run = run_python(
         "-m", "torchembed.doctor", cwd=ROOT, OMP_NUM_THREADS="1", TORCHEMBED_FORCE_REFERENCE="1"

@@ -15,7 +15,9 @@ from tests.support import made_data
 
 
 def test_data_that_is_not_there() -> None:
-    with pytest.raises(FileNotFoundError, match="--data names nowhere, and there is no such file"):
+    with pytest.raises(
+        SystemExit, match=r"recipes\.train: --data names nowhere, and there is no such file"
+    ):
         main(["dlrm_dcnv2", "--data", "nowhere"])
 
 

@@ -29,7 +29,7 @@ def test_the_recipe_is_that_of_the_files(tmp_path: Path, url: str) -> None:
     assert config.target_auc == parse(["dlrm_dcnv2.mlperf"]).config.target_auc
     with pytest.raises(ValueError, match=rf"and {url} holds MLPerf's files"):
         day_files(url)
-    with pytest.raises(FileNotFoundError, match=f"--data names {url}/x, and there is no such file"):
+    with pytest.raises(SystemExit, match=f"--data names {url}/x, and there is no such file"):
         main(["dlrm_dcnv2", "--data", f"{url}/x"])
 
 

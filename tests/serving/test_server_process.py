@@ -41,6 +41,7 @@ def test_a_trained_model_is_deployed_served_and_replaced(tmp_path: Path) -> None
             asked(http, tritonclient.http, request)
         http.close()
         grpc.close()
+        assert server.model == "m, version 1"
         assert server.end() == 0
     # The rows of version 2 are in RocksDB, and are not loaded again.
     with running_server(models, tmp_path / "log", *flags) as server:

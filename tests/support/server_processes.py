@@ -19,6 +19,8 @@ class RunningServer(NamedTuple):
     http: str
     """``host:port``."""
     grpc: str
+    model: str
+    """What it printed of its last model."""
     log: Path
     """Its standard error."""
 
@@ -49,15 +51,15 @@ def running_server(models: Path, log: Path, *flags: str) -> Iterator[RunningServ
         )
     try:
         assert process.stdout is not None
-        addresses: dict[str, str] = {}
+        printed: dict[str, str] = {}
         for line in process.stdout:
             if line.strip() == "ready":
                 break
-            name, _, address = line.strip().partition(": ")
-            addresses[name] = address
+            name, _, value = line.strip().partition(": ")
+            printed[name] = value
         else:
             raise RuntimeError(f"the server ended before it was ready: {log.read_text()}")
-        yield RunningServer(process, addresses["http"], addresses["grpc"], log)
+        yield RunningServer(process, printed["http"], printed["grpc"], printed["model"], log)
     finally:
         if process.poll() is None:
             process.kill()

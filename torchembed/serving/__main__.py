@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchembed.serving.interface import UnknownModelError
+from torchembed.serving.interface import ModelState, UnknownModelError
 from torchembed.serving.server import Server, add_flags, config_of, memory_table
 from torchembed.stores import RowStoreError
 
@@ -39,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, protocol in (("http", server.http), ("grpc", server.grpc)):
                 if protocol is not None:
                     print(f"{name}: {protocol.address}", flush=True)
+            loaded = [e for e in server.repository.index() if e.state is ModelState.READY]
+            for entry in loaded:
+                print(f"model: {entry.name}, version {entry.version}", flush=True)
+            if not loaded:
+                print(f"model: none yet in {config.models_folder}", flush=True)
             print("ready", flush=True)
             server.serve()
     except (ImportError, OSError, RowStoreError, UnknownModelError, ValueError) as error:
