@@ -1,4 +1,4 @@
-"""The Triton kernels of ``encode_rows`` and ``decode_rows``.
+"""The Triton kernels of ``encode_rows``, ``scaled_rows`` and ``decode_rows``.
 
 Byte floor: each element read once and written once, with a byte more a row. Elements are converted
 in integers, so that every GPU, and the interpreter, gives the same bits.
@@ -63,6 +63,7 @@ def _places(
 def _encode_rows_kernel(
     rows_ptr,
     codes_ptr,
+    scales_ptr,
     num_rows,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -70,7 +71,8 @@ def _encode_rows_kernel(
     INDEX: tl.constexpr,
 ):
     """``codes[r, d] = e4m3(rows[r, d] * 2**(127 - b))`` with ``codes[r, D] = b``, where
-    ``2**(b - 120)`` is the largest power of two in the rounded row, and ``b`` at least 1.
+    ``2**(b - 120)`` is the largest power of two in the rounded row, and ``b`` at least 1. Where
+    there are ``scales``, ``scales[r] = 2**(b - 127)`` in its place, and ``codes`` have D columns.
 
     Example: of 1 and -1.0625 the largest power of two is 1, so that b is 120: both are multiplied
     by 128, and become 0x70, 0xF0, 120. 1 and 1.9375, which rounds to 2, become 0x68, 0x70, 121.
@@ -83,9 +85,13 @@ def _encode_rows_kernel(
     largest = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1, keep_dims=True)
     scale = tl.maximum(((largest + (1 << 19)) >> 23) - 7, 1)
     code = _e4m3_of(values * ((254 - scale) << 23).to(tl.float32, bitcast=True))
-    line_ptr = codes_ptr + row * (DIM + 1)
+    if scales_ptr is None:
+        line_ptr = codes_ptr + row * (DIM + 1)
+        tl.store(line_ptr + DIM, scale.to(tl.uint8), mask=row < num_rows)
+    else:
+        line_ptr = codes_ptr + row * DIM
+        tl.store(scales_ptr + row, (scale << 23).to(tl.float32, bitcast=True), mask=row < num_rows)
     tl.store(line_ptr + column, code.to(tl.uint8), mask=inside)
-    tl.store(line_ptr + DIM, scale.to(tl.uint8), mask=row < num_rows)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -117,23 +123,37 @@ def _blocks(dim: int) -> tuple[int, int]:
     return max(1, _ELEMENTS // columns), columns
 
 
+def _encode(rows: Tensor, codes: Tensor, scales: Tensor | None) -> None:
+    num_rows, dim = rows.shape
+    if num_rows == 0:
+        return
+    of_program, columns = _blocks(dim)
+    with torch.cuda.device_of(rows):
+        _encode_rows_kernel[(cdiv(num_rows, of_program),)](
+            rows,
+            codes,
+            scales,
+            num_rows,
+            DIM=dim,
+            ROWS=of_program,
+            COLUMNS=columns,
+            INDEX=index_type(codes),
+        )
+
+
 def launch_encode_rows(rows: Tensor) -> Tensor:
     """``torchembed::encode_rows``; see :func:`torchembed.ops.row_codec.encode_rows`."""
-    num_rows, dim = rows.shape
-    codes = torch.empty(num_rows, dim + 1, dtype=torch.uint8, device=rows.device)
-    if num_rows:
-        of_program, columns = _blocks(dim)
-        with torch.cuda.device_of(rows):
-            _encode_rows_kernel[(cdiv(num_rows, of_program),)](
-                rows,
-                codes,
-                num_rows,
-                DIM=dim,
-                ROWS=of_program,
-                COLUMNS=columns,
-                INDEX=index_type(codes),
-            )
+    codes = rows.new_empty(rows.shape[0], rows.shape[1] + 1, dtype=torch.uint8)
+    _encode(rows, codes, None)
     return codes
+
+
+def launch_scaled_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """``torchembed::scaled_rows``; see :func:`torchembed.ops.row_codec.scaled_rows`."""
+    elements = rows.new_empty(rows.shape, dtype=torch.uint8)
+    scales = rows.new_empty(rows.shape[0], 1, dtype=torch.float32)
+    _encode(rows, elements, scales)
+    return elements.view(torch.float8_e4m3fn), scales
 
 
 def launch_decode_rows(codes: Tensor, dtype: torch.dtype) -> Tensor:

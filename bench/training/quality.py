@@ -255,8 +255,9 @@ def main() -> None:
     )
     choices = CHOICES[config.compare]
     if any(choice.wire is not None for choice in choices.values()):
+        store = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
         backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backends, store=store, rank=0, world_size=1)
     rows: list[Row] = []
     for seed in config.seeds:
         for name in choices:

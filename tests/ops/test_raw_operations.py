@@ -61,6 +61,7 @@ ERRORS: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, r"^rows must be contiguous; call \.contig", {"rows": WEIGHT.t()}),
         (ValueError, r"^rows must have at least one column", {"rows": WEIGHT[:, :0].contiguous()}),
     ],
+    "scaled_rows": [(TypeError, r"^rows must be float32 or float16 or b", {"rows": IDS})],
     "decode_rows": [
         (TypeError, r"^codes must be uint8, got float32; take them", {"codes": WEIGHT}),
         (TypeError, r"^dtype must be float32, float16 or bfloat16", {"dtype": LONG}),

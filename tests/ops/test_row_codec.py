@@ -10,7 +10,7 @@ from tests.support.tolerance import assert_same_bits
 from tests.support.tracing import compiled_once
 from tests.support.values import normal, not_contiguous
 from torchembed.core.checks import FLOAT_DTYPES
-from torchembed.ops.row_codec import decode_rows, encode_rows
+from torchembed.ops.row_codec import decode_rows, encode_rows, scaled_rows
 
 E4M3 = sorted(
     {n * 2.0**-9 for n in range(8)}
@@ -111,6 +111,20 @@ def test_infinities_and_nan_become_nan_alone(dtype: torch.dtype, device: torch.d
     assert found[0, ::2].tolist() == [1.0, -3.0]
 
 
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("dim", [5, 128])
+def test_elements_and_scales_apart(dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    rows = many_magnitudes(37, dim, dtype).to(device)
+    rows[3, 2], rows[4] = torch.inf, 0
+    elements, scales = scaled_rows(rows)
+    codes = encode_rows(rows)
+    assert elements.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+    assert elements.view(torch.uint8).tolist() == codes[:, :-1].tolist()
+    assert scales.tolist() == [[2.0 ** (byte - 127)] for byte in codes[:, -1].tolist()]
+    of_none = scaled_rows(rows[:0])
+    assert of_none.elements.shape == (0, dim) and of_none.scales.shape == (0, 1)
+
+
 def test_rows_that_are_few_or_not_contiguous(device: torch.device) -> None:
     rows = normal(6, 8, seed=1, device=device)
     codes = encode_rows(rows)
@@ -141,6 +155,7 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
 def test_opcheck(device: torch.device) -> None:
     rows = normal(5, 8, seed=1, device=device)
     torch.library.opcheck(torch.ops.torchembed.encode_rows.default, (rows,))
+    torch.library.opcheck(torch.ops.torchembed.scaled_rows.default, (rows,))
     codes = encode_rows(rows)
     torch.library.opcheck(torch.ops.torchembed.decode_rows.default, (codes, torch.bfloat16))
 

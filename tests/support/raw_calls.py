@@ -37,6 +37,7 @@ FITTING: dict[str, dict[str, Any]] = {
     },
     "shares_of_ids": {"ids": IDS, "num_shares": 2},
     "encode_rows": {"rows": WEIGHT},
+    "scaled_rows": {"rows": WEIGHT},
     "decode_rows": {"codes": torch.zeros(3, 2, dtype=torch.uint8), "dtype": torch.float32},
     "are_in_share": {
         "ids": IDS,

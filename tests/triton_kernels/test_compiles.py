@@ -116,6 +116,7 @@ def launch_id_shares(dtype: torch.dtype) -> None:
 def launch_row_codec(dim: int, dtype: torch.dtype) -> None:
     codes = row_codec.launch_encode_rows(torch.zeros(NUM_ROWS, dim, dtype=dtype))
     row_codec.launch_decode_rows(codes, dtype)
+    row_codec.launch_scaled_rows(torch.zeros(NUM_ROWS, dim, dtype=dtype))
 
 
 def launch_pooled_lookup(

@@ -62,6 +62,9 @@ def test_row_codec(device: torch.device) -> None:
     assert codes.tolist() == [[0x70, 0xF0, 120], [0x68, 0x70, 121], [0, 0, 1]]
     decoded = row_codec.launch_decode_rows(codes, torch.float16)
     assert decoded.tolist() == [[1, -1], [1, 2], [0, 0]]
+    elements, scales = row_codec.launch_scaled_rows(rows)
+    assert elements.view(torch.uint8).tolist() == [[0x70, 0xF0], [0x68, 0x70], [0, 0]]
+    assert scales.tolist() == [[2.0**-7], [2.0**-6], [2.0**-126]]
 
 
 def test_find_runs_count(device: torch.device) -> None:

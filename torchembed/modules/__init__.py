@@ -6,6 +6,7 @@ from torchembed.core.later_imports import later_imports
 from torchembed.modules.configs import EmbeddingBagConfig, EmbeddingConfig
 from torchembed.modules.convert import convert
 from torchembed.modules.dense.cross import Cross, LowRankCross
+from torchembed.modules.dense.float8_linear import Float8Linear, use_float8_products
 from torchembed.modules.dense.interaction import DotInteraction
 from torchembed.modules.dense.mlp import MLP
 from torchembed.modules.embedding import Embedding, EmbeddingBag
@@ -38,6 +39,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "Float8Linear",
     "LowRankCross",
     "ModelParameters",
     "convert",
@@ -45,4 +47,5 @@ __all__ = [
     "shard_embeddings",
     "split_parameters",
     "table_uses",
+    "use_float8_products",
 ]

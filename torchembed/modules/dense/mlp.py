@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeGuard
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,9 @@ class MLP(nn.Sequential):
     Raises:
         ValueError: for no layers.
     """
+
+    layer_type: ClassVar[type[nn.Linear]] = _Linear
+    """Class of the linear layers."""
 
     def __init__(
         self,

@@ -113,13 +113,13 @@ class _LinearToOne(torch.autograd.Function):
         return grad_x, grad_weight if ctx.needs_input_grad[1] else None, grad_bias
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that ``torch.autocast`` casts to on the device of ``x``; None outside of it."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _check_layer(weight_name: str, weight: Tensor, bias_name: str, bias: Tensor | None) -> None:
+def check_layer(weight_name: str, weight: Tensor, bias_name: str, bias: Tensor | None) -> None:
     checks.check_float(weight_name, weight)
     checks.check_dim(weight_name, weight, 2)
     if bias is not None:
@@ -128,7 +128,7 @@ def _check_layer(weight_name: str, weight: Tensor, bias_name: str, bias: Tensor 
         checks.check_numel(bias_name, bias, weight.shape[0], f"one for each row of {weight_name}")
 
 
-def _check_input(x: Tensor, weight_name: str, weight: Tensor) -> None:
+def check_input(x: Tensor, weight_name: str, weight: Tensor) -> None:
     if x.shape[-1:] != weight.shape[1:]:
         raise ValueError(
             f"x must be [..., {weight.shape[1]}] for a {weight_name} of shape "
@@ -158,12 +158,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
-    dtype = _autocast_dtype(x)
+    dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    _check_layer("weight", weight, "bias", bias)
-    _check_input(x, "weight", weight)
+    check_layer("weight", weight, "bias", bias)
+    check_input(x, "weight", weight)
     checks.check_same_device("x", x, weight=weight, bias=bias)
     rows = x.reshape(-1, weight.shape[1])
     if weight.shape[0] == 1:
@@ -213,16 +213,16 @@ def linear_relu_stack(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
 def _relu_stack(x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
     """The stack of the layers in ``parameters``: weight and bias of each in turn, by their names in
     errors."""
-    dtype = _autocast_dtype(x)
+    dtype = autocast_dtype(x)
     if dtype is not None:
         x = x.to(dtype)
         parameters = {name: parameter.to(dtype) for name, parameter in parameters.items()}
     names, tensors = list(parameters), list(parameters.values())
     for position in range(0, len(names), 2):
         name, weight = names[position], tensors[position]
-        _check_layer(name, weight, names[position + 1], tensors[position + 1])
+        check_layer(name, weight, names[position + 1], tensors[position + 1])
         if position == 0:
-            _check_input(x, name, weight)
+            check_input(x, name, weight)
             continue
         width = tensors[position - 2].shape[0]
         if weight.shape[1] != width:

@@ -1,5 +1,5 @@
 """Rows in 8 bits an element, with a scale for each row."""
 
-from torchembed.ops.row_codec.function import decode_rows, encode_rows
+from torchembed.ops.row_codec.function import ScaledRows, decode_rows, encode_rows, scaled_rows
 
-__all__ = ["decode_rows", "encode_rows"]
+__all__ = ["ScaledRows", "decode_rows", "encode_rows", "scaled_rows"]

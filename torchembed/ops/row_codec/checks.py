@@ -1,4 +1,4 @@
-"""Requirements of ``encode_rows`` and ``decode_rows`` on their arguments."""
+"""Requirements of the operations on rows in 8 bits on their arguments."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,11 @@
-"""The public functions ``encode_rows`` and ``decode_rows``."""
+"""The public functions ``encode_rows``, ``decode_rows`` and ``scaled_rows``."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchembed.ops.row_codec.schema import decode_rows_op, encode_rows_op
+from torchembed.ops.row_codec.schema import decode_rows_op, encode_rows_op, scaled_rows_op
 
 
 def encode_rows(rows: Tensor) -> Tensor:
@@ -48,3 +50,25 @@ def decode_rows(codes: Tensor, dtype: torch.dtype) -> Tensor:
         TypeError, ValueError: for a dtype or shape that does not fit.
     """
     return decode_rows_op(codes.contiguous(), dtype)
+
+
+class ScaledRows(NamedTuple):
+    """Result of :func:`scaled_rows`."""
+
+    elements: Tensor
+    """``[N, D]``, float8_e4m3fn."""
+    scales: Tensor
+    """``[N, 1]``, float32: powers of two, which the elements are to be multiplied by."""
+
+
+def scaled_rows(rows: Tensor) -> ScaledRows:
+    """Round each row as :func:`encode_rows` does, and give elements and scales apart, as products
+    in 8 bits take them.
+
+    Args:
+        rows: float32, float16 or bfloat16, ``[N, D]``, ``D >= 1``.
+
+    Raises:
+        TypeError, ValueError: for a dtype or shape that does not fit.
+    """
+    return ScaledRows(*scaled_rows_op(rows.contiguous()))

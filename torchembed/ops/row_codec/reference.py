@@ -1,10 +1,22 @@
-"""The specification of ``encode_rows`` and ``decode_rows`` in eager torch."""
+"""The specification of the operations on rows in 8 bits in eager torch."""
 
 import torch
 from torch import Tensor
 
 
 def encode_rows_reference(rows: Tensor) -> Tensor:
+    elements, exponents = _scaled(rows)
+    return torch.cat([elements.view(torch.uint8), exponents.to(torch.uint8)], dim=1)
+
+
+def scaled_rows_reference(rows: Tensor) -> tuple[Tensor, Tensor]:
+    elements, exponents = _scaled(rows)
+    return elements, _power_of_two(exponents)
+
+
+def _scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The e4m3 elements, and the biased exponents, int32 ``[N, 1]``, of the scales that they are
+    multiplied by."""
     rows = rows.float()
     is_finite = torch.isfinite(rows)
     largest = rows.abs().where(is_finite, 0.0).amax(dim=1, keepdim=True)
@@ -15,8 +27,7 @@ def encode_rows_reference(rows: Tensor) -> Tensor:
     scales = (exponents - 7).clamp_min(1)
     # Infinities are NaN before the cast, which some releases of torch let saturate.
     scaled = rows.where(is_finite, torch.nan) * _power_of_two(254 - scales)
-    elements = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.cat([elements, scales.to(torch.uint8)], dim=1)
+    return scaled.to(torch.float8_e4m3fn), scales
 
 
 def decode_rows_reference(codes: Tensor, dtype: torch.dtype) -> Tensor:
