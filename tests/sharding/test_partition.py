@@ -179,7 +179,7 @@ def on_a_rank(_: str) -> Found:
     for name, capacity in (("announced", None), ("padded", 8)):
         route = JaggedRoute(jagged, layout, ranks)
         if capacity is None:
-            route.exchange_sizes(ranks.group)
+            route.exchange_sizes(ahead=False)
         route.exchange_ids(capacity)
         assert route.is_valid is None
         found[name] = _valid(route.features, [True] * route.features.values.numel())

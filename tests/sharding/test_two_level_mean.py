@@ -41,9 +41,9 @@ def tensors_of(rank: int, *, whole_numbers: bool) -> list[torch.Tensor]:
 def means_on_rank() -> dict[str, Any]:
     """The groups of this rank, its means by dtype, and those of several that are under way."""
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    nodes = borrow_groups(mesh, NUM_NODES).nodes
+    nodes = borrow_groups(mesh, NUM_NODES).gradient_nodes
     assert nodes is not None
-    assert borrow_groups(mesh).nodes is None
+    assert borrow_groups(mesh).gradient_nodes is None
     mean, found = TwoLevelMean(nodes), {}
     for whole in (True, False):
         for dtype in DTYPES:
@@ -131,7 +131,7 @@ def collectives_and_gradients() -> list[Any]:
     groups = borrow_groups(init_device_mesh("cpu", (NUM_RANKS,)), NUM_NODES)
     first, last = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     parameters = [first.weight, last.weight]
-    mean = GradientMean(parameters, groups.gradients, nodes=groups.nodes, bucket_bytes=1)
+    mean = GradientMean(parameters, groups.gradients, nodes=groups.gradient_nodes, bucket_bytes=1)
     for parameter in parameters:
         parameter.data.fill_(1.0)
     x = x[:, :1]

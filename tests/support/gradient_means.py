@@ -98,7 +98,7 @@ def reduced_gradients(
             group,
             dtype=case["wire"],
             push=push,
-            nodes=groups.nodes,
+            nodes=groups.gradient_nodes,
             bucket_bytes=case["bucket_bytes"],
         )
         for step in range(2):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchembed.core.host_numbers import HostNumbers
-from torchembed.sharding.transport import jagged_route
+from torchembed.sharding.transport.jagged_route import JaggedRoute
 from torchembed.step.batches.bucketized_buffers import BucketizedBuffers
 
 NOT_THE_MAIN_ONE = {"torchembed: sizes of batches to come"}
@@ -18,16 +18,16 @@ def threads_that_wait() -> Iterator[set[str]]:
     threads: set[str] = set()
     waiting = [
         (HostNumbers, "tolist"),
-        (jagged_route, "exchange_sizes"),
+        (JaggedRoute, "exchange_sizes"),
         (BucketizedBuffers, "needed"),
     ]
     with contextlib.ExitStack() as stack:
         for holder, name in waiting:
             function = getattr(holder, name)
 
-            def noted(*arguments: Any, function: Any = function) -> Any:
+            def noted(*arguments: Any, function: Any = function, **named: Any) -> Any:
                 threads.add(threading.current_thread().name)
-                return function(*arguments)
+                return function(*arguments, **named)
 
             setattr(holder, name, noted)
             stack.callback(setattr, holder, name, function)

@@ -393,11 +393,6 @@ class ShardedCollection(BoundToRanks, StagedCollection[B, R, V]):
             batch = with_offsets(batch)
         return batch, agreed.batch_sizes
 
-    def _sizes_group(self, *, ahead: bool) -> Any:
-        """The group through which sizes of a jagged batch are exchanged, ``ahead`` of its forward
-        or in it: collectives of two threads in one group may be paired wrongly."""
-        return self._ranks.sizes_group if ahead else self._ranks.group
-
     def agreed_capacity(self, needed: Sequence[int]) -> list[int]:
         if not needed:
             return []

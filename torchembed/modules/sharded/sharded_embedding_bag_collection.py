@@ -123,7 +123,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         route, num_replicated = self._jagged_route(batch), None
         if route is not None:
             numbers = num_ids_of_features(batch)
-            route.exchange_sizes(self._sizes_group(ahead=ahead))
+            route.exchange_sizes(ahead=ahead)
             num_ids = numbers.tolist()
             num_replicated = sum(num_ids[slot] for slot in self._replicated_slots)
         of_replicated = self._replicated_part(batch, num_replicated)

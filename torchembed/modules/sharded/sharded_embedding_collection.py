@@ -97,7 +97,7 @@ class ShardedEmbeddingCollection(
             numbers = num_ids_of_features(replicated.features).tolist()
             replicated = replicated._replace(num_ids=numbers)
         for width, parts in bucketized.by_width.items():
-            parts.route.exchange_sizes(self._sizes_group(ahead=ahead))
+            parts.route.exchange_sizes(ahead=ahead)
             by_width[width] = parts._replace(num_ids=parts.route.num_ids_of_parts)
         return bucketized._replace(by_width=by_width, replicated=replicated)
 

@@ -1,4 +1,4 @@
-"""All-to-alls of tensors between ranks, forward and backward, and gathers of host integers."""
+"""All-to-alls of tensors between ranks, and gathers of host integers."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -8,13 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from torchembed.core.function_context import FunctionContext
 from torchembed.sharding.transport.finished_work import wait_for
-from torchembed.sharding.transport.narrowing import float16_scale
-from torchembed.sharding.transport.sent_lines import SentLines, decoded, encoded
-from torchembed.sharding.wire import WirePrecision, narrow_dtype
 
 
 def exchange(
@@ -34,16 +29,6 @@ def exchange(
     work = dist.all_to_all_single(received, tensor, receive, send, group=group, async_op=keeps_work)
     wait_for(work)
     return received
-
-
-def exchange_sizes(sizes: Tensor, group: dist.ProcessGroup | None) -> list[list[int]]:
-    """All-to-all of host integers: row r of ``sizes [W, n]`` goes to rank r.
-
-    ``sizes`` is on the CPU, so that the host waits for no GPU. Returns a row from each rank.
-    """
-    received = torch.empty_like(sizes)
-    dist.all_to_all_single(received, sizes, group=group)
-    return received.tolist()
 
 
 def gather_size(size: int, group: dist.ProcessGroup | None) -> list[int]:
@@ -133,91 +118,3 @@ def _gathering_by(gather: _Gather) -> Iterator[None]:
         yield
     finally:
         _gathering.reset(before)
-
-
-class _DifferentiableExchange(torch.autograd.Function):
-    """The exchange of :func:`differentiable_exchange`."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionContext,
-        elements: Tensor,
-        send: Sequence[SentLines],
-        receive: Sequence[SentLines],
-        group: dist.ProcessGroup | None,
-        gradient_scale: float,
-        wire: WirePrecision,
-    ) -> Tensor:
-        ctx.send, ctx.receive, ctx.group, ctx.scale = send, receive, group, gradient_scale
-        ctx.wire = wire.backward
-        return _exchange_lines(elements, send, receive, group, wire.forward)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grad * ctx.scale
-        inverse = None
-        if ctx.wire is torch.float16 and grad.dtype is torch.float32:
-            # Gradients are often too small for float16, which would flush them to zero.
-            scale, inverse = float16_scale(grad, ctx.group)
-            grad = grad * scale
-        grad = _exchange_lines(grad, ctx.receive, ctx.send, ctx.group, ctx.wire, in_backward=True)
-        return grad if inverse is None else grad * inverse, *[None] * 5
-
-
-def _exchange_lines(
-    elements: Tensor,
-    send: Sequence[SentLines],
-    receive: Sequence[SentLines],
-    group: dist.ProcessGroup | None,
-    wire: torch.dtype | None,
-    *,
-    in_backward: bool = False,
-) -> Tensor:
-    """:func:`exchange` of lines, sent in ``wire``; they arrive in their own dtype."""
-    sent = narrow_dtype(elements.dtype, wire)
-    if sent is torch.float8_e4m3fn:
-        codes = exchange(
-            encoded(elements, send),
-            [lines.num_codes for lines in send],
-            [lines.num_codes for lines in receive],
-            group,
-            in_backward=in_backward,
-        )
-        return decoded(codes, receive, elements.dtype)
-    received = exchange(
-        elements.to(sent),
-        [lines.num_elements for lines in send],
-        [lines.num_elements for lines in receive],
-        group,
-        in_backward=in_backward,
-    )
-    return received.to(elements.dtype)
-
-
-def differentiable_exchange(
-    elements: Tensor,
-    send: Sequence[SentLines],
-    receive: Sequence[SentLines],
-    group: dist.ProcessGroup | None,
-    gradient_scale: float,
-    wire: WirePrecision,
-) -> Tensor:
-    """All-to-all of vectors whose backward sends gradients the other way, times ``gradient_scale``.
-
-    Both are sent in the precision of ``wire`` and arrive in their own dtype.
-    Where gradients are enabled the result requires one on every rank, so that all ranks take part
-    in backward even where one has nothing to train.
-
-    Args:
-        elements: one-dimensional, the lines that ``send`` describes for each rank.
-        receive: the lines that come from each rank.
-
-    Returns:
-        One-dimensional: the elements of these lines.
-    """
-    # Autograd would otherwise skip the backward of a rank without trained tables, and the other
-    # ranks would wait for the collective in it.
-    if torch.is_grad_enabled() and not elements.requires_grad:
-        elements = elements.detach().requires_grad_()
-    return _DifferentiableExchange.apply(elements, send, receive, group, gradient_scale, wire)

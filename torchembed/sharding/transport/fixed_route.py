@@ -6,14 +6,10 @@ from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.piece_order import in_order
-from torchembed.sharding.transport.collectives import (
-    differentiable_exchange,
-    exchange,
-    gather_size,
-)
+from torchembed.sharding.transport.collectives import gather_size
 from torchembed.sharding.transport.layout import Layout
+from torchembed.sharding.transport.rank_exchange import Lines, differentiable_back
 from torchembed.sharding.transport.route import Route
-from torchembed.sharding.transport.sent_lines import SentLines
 from torchembed.sharding.transport.table_ranks import TableRanks
 
 
@@ -41,17 +37,16 @@ class FixedRoute(Route):
         batch_sizes: Sequence[int] | None = None,
     ) -> None:
         super().__init__(layout, ranks)
-        group, rank = ranks.group, ranks.rank
+        rank = ranks.rank
         assert features.hotness is not None
         num_samples = features.batch_size
         hotness = [features.hotness[number] for number in of_parts]
-        known = gather_size(num_samples, group) if batch_sizes is None else batch_sizes
+        known = gather_size(num_samples, ranks.group) if batch_sizes is None else batch_sizes
         self.batch_sizes = list(known)
         mine = layout.blocks[rank]
-        counts = [count * num_samples for count in hotness]
-        send = [sum(counts[block.part] for block in blocks) for blocks in layout.blocks]
-        ids_a_sample = sum(hotness[block.part] for block in mine)
-        receive = [ids_a_sample * size for size in self.batch_sizes]
+        ids_a_sample = [sum(hotness[b.part] for b in blocks) for blocks in layout.blocks]
+        samples = self._exchange.to_all(self.batch_sizes)
+        self._sizes = self._exchange.scaled(samples, ids_a_sample)
         of_blocks = [of_parts[block.part] for blocks in layout.blocks for block in blocks]
         sizes = [count * num_samples for count in features.hotness]
         pieces = [hotness[block.part] * size for size in self.batch_sizes for block in mine]
@@ -66,15 +61,14 @@ class FixedRoute(Route):
         def pick(tensor: Tensor) -> Tensor:
             return layout.reorder(tensor, sizes, of_blocks)
 
-        self._send, self._receive = send, receive
         self.hotness, self.num_samples = hotness, num_samples
-        values = blocks_first(exchange(pick(features.values), send, receive, group))
+        values = blocks_first(self._exchange.out(pick(features.values), self._sizes))
         of_all_ranks = sum(self.batch_sizes)
         of_mine = tuple(hotness[block.part] for block in mine)
         self.is_valid = layout.make_local(values, of_mine, of_all_ranks, rank)
         weights = features.weights
         if weights is not None:
-            exchanged = self._exchange_weights(pick(weights), send, receive)
+            exchanged = self._exchange_weights(pick(weights), self._sizes)
             assert exchanged is not None
             weights = blocks_first(exchanged)
         self.features = SparseFeatures(
@@ -100,14 +94,11 @@ class FixedRoute(Route):
         pieces = [self.hotness[b.part] * size for b in mine for size in self.batch_sizes]
         by_rank = [k * num_ranks + r for r in range(num_ranks) for k in range(len(mine))]
         scale, width = 1.0 / num_ranks, vectors.shape[1]
-        came, goes = (
-            [SentLines(count, (width,)) for count in counts]
-            for counts in (self._receive, self._send)
-        )
+        lines = Lines(self._sizes, [(width,)] * num_ranks)
         # Pieces are moved by torch.cat, whose gradient is one, too.
-        home = differentiable_exchange(
+        home = differentiable_back(
             in_order(vectors, pieces, by_rank).reshape(-1),
-            *(came, goes, self._group, scale, self._ranks.wire),
+            *(self._exchange, lines, scale, self._ranks.wire),
         ).view(-1, width)
         parts = [block.part for blocks in layout.blocks for block in blocks]
         sizes = [self.hotness[part] * self.num_samples for part in parts]

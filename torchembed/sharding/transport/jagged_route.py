@@ -1,22 +1,16 @@
 """The route of batches whose bags hold any number of ids."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
 from torchembed.core.host_numbers import HostNumbers
 from torchembed.ops.jagged import permute_features
 from torchembed.sharding.transport.bucketize_ids import bucketize_ids
-from torchembed.sharding.transport.collectives import (
-    differentiable_exchange,
-    exchange,
-    exchange_sizes,
-    gather_size,
-)
+from torchembed.sharding.transport.collectives import gather_size
 from torchembed.sharding.transport.layout import Layout
+from torchembed.sharding.transport.rank_exchange import Lines, Sizes, differentiable_back
 from torchembed.sharding.transport.route import Route
-from torchembed.sharding.transport.sent_lines import SentLines
 from torchembed.sharding.transport.table_ranks import TableRanks
 
 
@@ -57,11 +51,11 @@ class JaggedRoute(Route):
         """The most ids that this rank sends to one, ``[]``."""
         return self._bounds(self._layout.num_ranks).diff().amax()
 
-    def exchange_sizes(self, group: dist.ProcessGroup | None) -> None:
+    def exchange_sizes(self, *, ahead: bool) -> None:
         """Find out how many ids are sent; on a GPU this waits for this rank's sizes.
 
         Args:
-            group: of the same ranks, through the CPU; of one thread's collectives.
+            ahead: True in the thread that exchanges sizes ahead of the step.
         """
         layout = self._layout
         num_buckets = layout.num_ranks * layout.num_parts
@@ -71,11 +65,14 @@ class JaggedRoute(Route):
         sizes = torch.tensor(of_buckets.tolist(), dtype=torch.int64, device="cpu")
         sizes = sizes.view(layout.num_ranks, layout.num_parts)
         self.num_ids_of_parts = sizes.sum(dim=0).tolist()
-        self._send = sizes.sum(dim=1).tolist()
         head = sizes.new_full((layout.num_ranks, 1), self._num_samples)
-        from_ranks = exchange_sizes(torch.cat([head, sizes], dim=1), group)
+        from_ranks, relayed = self._exchange.announce(torch.cat([head, sizes], dim=1), ahead=ahead)
         self.batch_sizes = [num_samples for num_samples, *_ in from_ranks]
-        self._receive = [sum(of_parts) for _, *of_parts in from_ranks]
+        self._sizes = Sizes(
+            sizes.sum(dim=1).tolist(),
+            _num_ids(from_ranks),
+            None if relayed is None else [_num_ids(from_node) for from_node in relayed],
+        )
         blocks = layout.blocks[self._rank]
         self.num_ids_of_blocks = [sum(row[1 + b.part] for row in from_ranks) for b in blocks]
 
@@ -88,28 +85,27 @@ class JaggedRoute(Route):
                 the route is of no use.
         """
         self._capacity = capacity
-        layout, group, buckets = self._layout, self._group, self._buckets
+        layout, buckets = self._layout, self._buckets
         num_samples, num_ranks = self._num_samples, layout.num_ranks
         if capacity is not None:
-            self.batch_sizes = gather_size(num_samples, group)
-            self._send = self._receive = [capacity] * num_ranks
+            self.batch_sizes = gather_size(num_samples, self._ranks.group)
+            self._sizes = self._exchange.to_all([capacity] * num_ranks)
         num_blocks = [len(blocks) for blocks in layout.blocks]
         lengths = buckets.offsets.diff().view(num_ranks * layout.num_parts, num_samples)
         # In one dtype, since all_to_all does not check dtypes: ranks may have offsets of either.
         lengths = lengths[layout.bucket_rows(lengths.device)].flatten().int()
         mine = num_blocks[self._rank]
-        received_sizes = [mine * size for size in self.batch_sizes]
-        sent_sizes = [count * num_samples for count in num_blocks]
-        lengths = exchange(lengths, sent_sizes, received_sizes, group)
+        of_lengths = self._exchange.scaled(self._exchange.to_all(self.batch_sizes), num_blocks)
+        lengths = self._exchange.out(lengths, of_lengths)
         by_rank = [
             part.view(mine, size)
-            for part, size in zip(lengths.split(received_sizes), self.batch_sizes, strict=True)
+            for part, size in zip(lengths.split(of_lengths.received), self.batch_sizes, strict=True)
         ]
         places = self._places_sent(capacity)
-        values = exchange(buckets.values[places], self._send, self._receive, group)
+        values = self._exchange.out(buckets.values[places], self._sizes)
         weights = buckets.weights
         if weights is not None:
-            weights = self._exchange_weights(weights[places], self._send, self._receive)
+            weights = self._exchange_weights(weights[places], self._sizes)
 
         # Ids arrive in (rank, block) order and are looked up in (block, rank) order. Padding comes
         # last of each rank and is left out of the order.
@@ -147,7 +143,7 @@ class JaggedRoute(Route):
     def _places_sent(self, capacity: int | None) -> slice | Tensor:
         """The positions in the sorted ids of what is sent to each rank; spare ones may be any."""
         if capacity is None:
-            return slice(sum(self._send))
+            return slice(sum(self._sizes.sent))
         starts = self._bounds(self._layout.num_ranks)[:-1]
         places = starts.unsqueeze(1) + torch.arange(capacity, device=starts.device)
         return places.clamp_max(self._buckets.values.shape[0] - 1).flatten()
@@ -184,7 +180,7 @@ class JaggedRoute(Route):
     @property
     def num_home(self) -> int:
         """The number of vectors that :meth:`send_home` gives."""
-        return sum(self._send)
+        return sum(self._sizes.sent)
 
     def send_home(self, vectors: Tensor) -> Tensor:
         """Send each id's vector back to the rank of its sample.
@@ -196,11 +192,13 @@ class JaggedRoute(Route):
             ``[num_home, D]``. In backward, gradients go to the tables divided by the number of
             ranks.
         """
-        scale, width = 1.0 / self._layout.num_ranks, vectors.shape[1]
-        came, goes = (
-            [SentLines(count, (width,)) for count in counts]
-            for counts in (self._receive, self._send)
-        )
-        return differentiable_exchange(
-            vectors.reshape(-1), came, goes, self._group, scale, self._ranks.wire
+        num_ranks, width = self._layout.num_ranks, vectors.shape[1]
+        lines = Lines(self._sizes, [(width,)] * num_ranks)
+        return differentiable_back(
+            vectors.reshape(-1), self._exchange, lines, 1.0 / num_ranks, self._ranks.wire
         ).view(-1, width)
+
+
+def _num_ids(announced: list[list[int]]) -> list[int]:
+    """The ids of all parts together, in each row of a number of samples and those of parts."""
+    return [sum(of_parts) for _, *of_parts in announced]

@@ -6,6 +6,7 @@ would add up if every sharding made its own.
 
 import dataclasses
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -24,13 +25,19 @@ class BorrowedGroups:
         gradients: for the dense gradients alone, which are reduced while backward exchanges
             vectors in the mesh's group.
         sizes: on the CPU, for a thread that exchanges sizes ahead of the step.
-        nodes: for the dense gradients as well, in two levels; None on one node.
+        gradient_nodes: for the dense gradients as well, in two levels; None on one node.
+        size_nodes: on the CPU for that thread as well, in two levels; None on one node.
     """
 
     def __init__(
-        self, gradients: dist.ProcessGroup, sizes: dist.ProcessGroup, nodes: NodeGroups | None
+        self,
+        gradients: dist.ProcessGroup,
+        sizes: dist.ProcessGroup,
+        gradient_nodes: NodeGroups | None,
+        size_nodes: NodeGroups | None,
     ) -> None:
-        self.gradients, self.sizes, self.nodes = gradients, sizes, nodes
+        self.gradients, self.sizes = gradients, sizes
+        self.gradient_nodes, self.size_nodes = gradient_nodes, size_nodes
 
 
 class BorrowedGroup:
@@ -64,6 +71,8 @@ class _Registry:
         """Groups by their processes; None where this process is not one of them."""
         self.with_cpu: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         """Groups that carry CPU tensors too, by their processes and their backends."""
+        self.nodes: dict[tuple[tuple[int, ...], int, str], NodeGroups] = {}
+        """Groups of nodes by the processes of all, the number of nodes and the backends."""
 
 
 _registries: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Registry]" = weakref.WeakKeyDictionary()
@@ -89,17 +98,36 @@ def borrow_groups(mesh: DeviceMesh, num_nodes: int = 1) -> BorrowedGroups:
     def make() -> tuple[dist.ProcessGroup, ...]:
         backend = None if backends == dist.get_backend_config() else backends
         made = _new_group(processes, backend), _new_group(processes, "gloo")
-        return made if num_nodes == 1 else (*made, *_node_groups(processes, num_nodes, backend))
+        if num_nodes == 1:
+            return made
+        levels = (_new_node_groups(processes, num_nodes, each) for each in (backend, "gloo"))
+        return *made, *itertools.chain.from_iterable(levels)
 
     purpose = backends if num_nodes == 1 else f"{backends} on {num_nodes} nodes"
     lent = _free_or_made((processes, purpose), group, make)
     gradients, sizes, *levels = lent.groups
-    groups = BorrowedGroups(gradients, sizes, NodeGroups(*levels) if levels else None)
+    nodes = (NodeGroups(*levels[:2]), NodeGroups(*levels[2:])) if levels else (None, None)
+    groups = BorrowedGroups(gradients, sizes, *nodes)
     lent.borrower = weakref.ref(groups)
     return groups
 
 
-def _node_groups(processes: Sequence[int], num_nodes: int, backend: str | None) -> NodeGroups:
+def node_groups(mesh: DeviceMesh, num_nodes: int) -> NodeGroups:
+    """The groups of this process in a one-dimensional ``mesh`` of all processes, which are on
+    ``num_nodes`` nodes, node by node. Collective over them the first time.
+
+    Models share them, as they share the group of the mesh: their collectives come in the order of
+    the program.
+    """
+    processes, backends = tuple(mesh.mesh.tolist()), dist.get_backend_config(mesh.get_group())
+    made, key = _registry().nodes, (processes, num_nodes, backends)
+    if key not in made:
+        backend = None if backends == dist.get_backend_config() else backends
+        made[key] = _new_node_groups(processes, num_nodes, backend)
+    return made[key]
+
+
+def _new_node_groups(processes: Sequence[int], num_nodes: int, backend: str | None) -> NodeGroups:
     """New groups of the node of this process and of its place in the nodes. Collective over all
     processes, which are those of the nodes."""
     assert len(processes) == dist.get_world_size()

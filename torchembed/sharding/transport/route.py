@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 from torchembed.core.features import SparseFeatures
-from torchembed.sharding.transport.collectives import differentiable_exchange, exchange
 from torchembed.sharding.transport.columns import ColumnCopy
 from torchembed.sharding.transport.layout import Layout
 from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush
-from torchembed.sharding.transport.sent_lines import SentLines
+from torchembed.sharding.transport.rank_exchange import (
+    Lines,
+    Sizes,
+    differentiable_back,
+    differentiable_out,
+)
 from torchembed.sharding.transport.table_ranks import TableRanks
 from torchembed.sharding.wire import WirePrecision
 
@@ -33,14 +37,12 @@ class Route:
 
     def __init__(self, layout: Layout, ranks: TableRanks) -> None:
         self._layout, self._ranks = layout, ranks
-        self._group, self._rank = ranks.group, ranks.rank
+        self._exchange, self._rank = ranks.exchange, ranks.rank
 
     def _block_keys(self) -> tuple[str, ...]:
         return tuple(str(number) for number in range(len(self._layout.blocks[self._rank])))
 
-    def _exchange_weights(
-        self, weights: Tensor | None, send: list[int], receive: list[int]
-    ) -> Tensor | None:
+    def _exchange_weights(self, weights: Tensor | None, sizes: Sizes) -> Tensor | None:
         """Send per-id weights to the ranks of their ids; their gradients come back to this rank.
 
         Pooled gradients are divided by the number of ranks on their way to the tables; the
@@ -50,12 +52,10 @@ class Route:
             return None
         num_ranks = self._layout.num_ranks
         if not weights.requires_grad:
-            return exchange(weights, send, receive, self._group)
-        sent, received = ([SentLines(n, (1,)) for n in sizes] for sizes in (send, receive))
+            return self._exchange.out(weights, sizes)
+        lines = Lines(sizes, [(1,)] * num_ranks)
         as_they_are = WirePrecision()
-        return differentiable_exchange(
-            weights, sent, received, self._group, float(num_ranks), as_they_are
-        )
+        return differentiable_out(weights, self._exchange, lines, float(num_ranks), as_they_are)
 
     def return_pooled(self, pooled: Tensor) -> list[Tensor]:
         """Send the samples' vectors back to the samples' ranks.
@@ -75,17 +75,17 @@ class Route:
             # Without a block nothing here uses the weights. Autograd would leave out the backward
             # of their exchange, which needs all ranks.
             pooled = pooled + weights.sum().to(pooled.dtype) * 0
-        send = [SentLines(size, widths[self._rank]) for size in self.batch_sizes]
-        receive = [SentLines(num_samples, of_rank) for of_rank in widths]
-        scale = 1.0 / self._layout.num_ranks
-        flat = differentiable_exchange(
-            pooled.reshape(-1), send, receive, self._group, scale, self._ranks.wire
+        num_ranks = self._layout.num_ranks
+        lines = Lines(self._exchange.to_all(self.batch_sizes), widths)
+        scale = 1.0 / num_ranks
+        flat = differentiable_back(
+            pooled.reshape(-1), self._exchange, lines, scale, self._ranks.wire
         )
         from_shards: list[list[Tensor]] = [[] for _ in range(self._layout.num_parts)]
         for blocks, of_rank, vectors in zip(
             self._layout.blocks,
             widths,
-            flat.split([lines.num_elements for lines in receive]),
+            flat.split([num_samples * sum(of_rank) for of_rank in widths]),
             strict=True,
         ):
             by_block = vectors.view(num_samples, sum(of_rank)).split(of_rank, dim=1)

@@ -12,8 +12,10 @@ from torchembed.sharding.transport.channel import PushDomain
 from torchembed.sharding.transport.data_parallel import max_over, row_gradient_mean
 from torchembed.sharding.transport.gradient_mean import GradientMean
 from torchembed.sharding.transport.peer_access import check_peer_access
-from torchembed.sharding.transport.process_groups import borrow_groups, subgroup
+from torchembed.sharding.transport.process_groups import borrow_groups, node_groups, subgroup
 from torchembed.sharding.transport.pushed_mean import PushedMean
+from torchembed.sharding.transport.rank_exchange import FlatExchange, RankExchange
+from torchembed.sharding.transport.two_level_exchange import TwoLevelExchange
 from torchembed.sharding.wire import BUCKET_BYTES, WirePrecision, WireTransport
 from torchembed.tables.table import RankMaximum
 
@@ -76,6 +78,8 @@ class TableRanks:
         gradient_group: another process group of the same ranks, for the dense gradients alone:
             these are reduced while backward exchanges vectors in ``group``.
         sizes_group: another one, on the CPU, for a thread that exchanges sizes ahead.
+        exchange: sends ids to the ranks of their rows and vectors back, on several nodes in two
+            levels.
         wire: the precision in which vectors and gradients are sent.
         push: the GPUs that store into each other's memory; None without push.
         gradient_mean: averages the model's dense gradients, on several nodes in two levels; None
@@ -109,8 +113,10 @@ class TableRanks:
         self.group = mesh.get_group()
         members = mesh.mesh.tolist()
         # With one rank on each node there is no level within them.
-        self._groups = borrow_groups(mesh, num_nodes if num_nodes < mesh.size() else 1)
+        num_nodes = num_nodes if num_nodes < mesh.size() else 1
+        self._groups = borrow_groups(mesh, num_nodes)
         self.gradient_group, self.sizes_group = self._groups.gradients, self._groups.sizes
+        self.exchange = self._made_exchange(num_nodes)
         self.rank = mesh.get_local_rank()
         self.push: PushDomain | None = None
         self.gradient_mean: GradientMean | None = None
@@ -135,6 +141,12 @@ class TableRanks:
             ranks = tuple(range(mesh.size()) if all_hold_tables else sorted(held))
             self.max_over_holders = self._max_over(ranks)
 
+    def _made_exchange(self, num_nodes: int) -> RankExchange:
+        ahead = self._groups.size_nodes
+        if ahead is None:
+            return FlatExchange(self.group, self.sizes_group)
+        return TwoLevelExchange(self.group, node_groups(self.mesh, num_nodes), ahead)
+
     def average(
         self,
         parameters: Iterable[nn.Parameter],
@@ -150,7 +162,7 @@ class TableRanks:
             self.gradient_group,
             dtype=self.wire.dense,
             push=push,
-            nodes=self._groups.nodes,
+            nodes=self._groups.gradient_nodes,
             bucket_bytes=bucket_bytes,
             sparse=sparse,
             borrowed=self._groups,
