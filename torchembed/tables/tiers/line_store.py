@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchembed.stores import ReadAheadTable, RocksDBStore, RowStoreError, RowTable
+from torchembed import stores  # whose classes for disks are imported by the first table on one
+from torchembed.stores import RowStoreError, RowTable
 from torchembed.stores.arguments import MAX_WRITE_BYTES
-from torchembed.stores.rocksdb.database import import_rocksdict
 from torchembed.tables.tiers.line_layout import LineLayout
 from torchembed.tables.tiers.scratch_folders import ScratchFolder, scratch_folder
 
@@ -25,7 +25,7 @@ LINES = "rows"
 class AnnouncedLines(NamedTuple):
     """Lines that are to be read ahead."""
 
-    table: ReadAheadTable
+    table: "stores.ReadAheadTable"
     number: int
 
     def retire(self) -> None:
@@ -59,6 +59,8 @@ class LineStore:
             OSError: if folders cannot be made, read or written.
         """
         if self._scratch is None:
+            from torchembed.stores.rocksdb.database import import_rocksdict
+
             import_rocksdict()
             self._scratch = scratch_folder(self._path)
         return self._scratch
@@ -162,9 +164,9 @@ class _OpenStore:
     def __init__(self, scratch: ScratchFolder, line_bytes: int) -> None:
         self._scratch = scratch
         folder = scratch.new_folder()
-        store = RocksDBStore(folder)
+        store = stores.RocksDBStore(folder)
         self.store, self.folder = store, folder
-        self._ahead: list[ReadAheadTable] = []
+        self._ahead: list[stores.ReadAheadTable] = []
         """The table once lines are read ahead, alone."""
         self.remove = weakref.finalize(self, _remove, store, folder, os.getpid(), self._ahead)
         """Closes the store, and removes its folder."""
@@ -181,7 +183,7 @@ class _OpenStore:
                 if buffer_bytes is None:
                     return None
                 size = max(buffer_bytes, self.table.line_bytes)
-                self._ahead.append(ReadAheadTable(self.table, size))
+                self._ahead.append(stores.ReadAheadTable(self.table, size))
                 self.table = self._ahead[0]
             (ahead,) = self._ahead
             return AnnouncedLines(ahead, ahead.announce(torch.from_numpy(rows)))
@@ -191,7 +193,9 @@ class _OpenStore:
             ahead.close()
 
 
-def _remove(store: RocksDBStore, folder: Path, process: int, ahead: list[ReadAheadTable]) -> None:
+def _remove(
+    store: "stores.RocksDBStore", folder: Path, process: int, ahead: "list[stores.ReadAheadTable]"
+) -> None:
     if os.getpid() == process:
         for table in ahead:
             table.close()
