@@ -4,8 +4,9 @@
 same batches, and prints the AUC of each on held-out rows and the most that a model can expect.
 ``--compare rows`` trains the tables' choices in place of the dense part's: rows of 16 bits, rounded
 stochastically, and row-wise Adagrad. ``--compare wire`` trains with vectors and gradients rounded
-as ranks send them, which one process does, too. ``--shape small`` is a model and a log for
-processors; the default is MLPerf's, for one GPU.
+as ranks send them, which one process does, too; ``--compare products`` with products of wide layers
+in 8 bits. ``--shape small`` is a model and a log for processors; the default is MLPerf's, for one
+GPU.
 
 A choice passes where its mean is no further from the first one's than 0.0005, or two standard
 deviations of the first one's seeds. Row-wise Adagrad is an optimizer of its own, which nothing is
@@ -33,6 +34,7 @@ from bench.report.result_file import Row, write_results
 from torchembed import EmbeddingBagConfig, optim, shard_embeddings
 from torchembed.data import Batch, ClickLog, ClickLogConfig, Split
 from torchembed.data.click_log import rank_auc
+from torchembed.modules import use_float8_products
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.optim import FusedOptimizer
 from torchembed.sharding import Placement, WirePrecision
@@ -51,6 +53,8 @@ class Choice(NamedTuple):
     """Of the dense part and of the pooled vectors, whose weights and states stay float32."""
     wire: WirePrecision | None = None
     """Of vectors and gradients between ranks; tables are not sharded where None."""
+    float8: bool = False
+    """True for products of wide layers in 8 bits."""
 
 
 CHOICES = {
@@ -61,6 +65,11 @@ CHOICES = {
         "fp16, Adagrad": Choice(rows=torch.float16),
         "fp32, row-wise Adagrad": Choice(optimizer=optim.RowwiseAdagrad),
         "bf16, row-wise Adagrad": Choice(rows=torch.bfloat16, optimizer=optim.RowwiseAdagrad),
+    },
+    "products": {
+        "fp32": Choice(),
+        "bf16": Choice(dense=torch.bfloat16),
+        "fp8 in wide layers, else bf16": Choice(dense=torch.bfloat16, float8=True),
     },
     "wire": {
         "fp32": Choice(wire=WirePrecision()),
@@ -73,6 +82,9 @@ CHOICES = {
     },
 }
 """The choices of each comparison; all are compared with the first."""
+LEAST_WIDTHS = {"mlperf": 512, "small": 64}
+"""Widths from which on layers are computed in 8 bits: in each shape the layers over the cross
+network but for the last ones."""
 LEAST_LIMIT = 0.0005
 SMALL_DIM = 16
 SMALL_DENSE_SIZES = workload.DenseSizes(
@@ -88,7 +100,7 @@ SMALL_DENSE_SIZES = workload.DenseSizes(
 class Config:
     """Trainings to compare."""
 
-    compare: Literal["precision", "rows", "wire"] = "precision"
+    compare: Literal["precision", "rows", "products", "wire"] = "precision"
     shape: Literal["mlperf", "small"] = "mlperf"
     batch_size: int = 2048
     num_steps: int = 3000
@@ -151,6 +163,8 @@ def train_once(
         seed=seed,
         output_dtype=choice.dense,
     )
+    if choice.float8:
+        use_float8_products(model, least_width=LEAST_WIDTHS[config.shape])
     if choice.wire is not None:
         placements = dict.fromkeys(table_specs(model), Placement.TABLE_WISE)
         mesh = init_device_mesh(device.type, (1,))
@@ -250,7 +264,7 @@ def main() -> None:
         f"{len(batches)} batches of {config.batch_size} to train and {len(held_out)} held out made "
         f"in {time.perf_counter() - start:.1f} s; the most AUC that can be expected is "
         f"{bayes_auc:.5f}\n"
-        f"{'choice':22} seed      AUC  log loss  training loss  seconds",
+        f"{'choice':29} seed      AUC  log loss  training loss  seconds",
         flush=True,
     )
     choices = CHOICES[config.compare]
@@ -264,7 +278,7 @@ def main() -> None:
             row = train_once(config, name, seed, batches, held_out, device)
             rows.append(row)
             print(
-                f"{name:22} {seed:4d}  {row['auc']:.5f}   {row['logloss']:.5f}"
+                f"{name:29} {seed:4d}  {row['auc']:.5f}   {row['logloss']:.5f}"
                 f"        {row['train_loss']:.5f} {row['train_seconds']:8.1f}",
                 flush=True,
             )
