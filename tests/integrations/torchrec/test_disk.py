@@ -23,6 +23,7 @@ from tests.support.torchrec_tiers import (
     differences,
     loaded,
     make,
+    on_the_device,
     state_of,
     tensors_of,
     through_pipelines,
@@ -60,7 +61,7 @@ def by_hand(folder: str) -> dict[str, Any]:
         case = dict(given)
         if isinstance(case.get("optimizer"), str):
             case["optimizer"] = optimizer_class(case["optimizer"])
-        expected, _ = trained(**{**case, "load_factor": None})
+        expected, _ = on_the_device(trained, **case)
         case = {"load_factor": 0.8, **case}
         results, counts = trained(**case, **on_disk(folder))
         found[name] = differences(results, expected), counts

@@ -13,7 +13,14 @@ import torch.distributed as dist
 
 from tests.support.clicks import import_torchrec
 from tests.support.torchrec_cases import optimize_in_backward
-from tests.support.torchrec_tiers import TABLES, differences, make, through_pipelines, trained
+from tests.support.torchrec_tiers import (
+    TABLES,
+    differences,
+    make,
+    on_the_device,
+    through_pipelines,
+    trained,
+)
 from torchembed import Dynamic
 from torchembed.core.types import OptimizerKind
 from torchembed.ops.rowwise_update import UpdateRule
@@ -109,7 +116,7 @@ def everything_on_the_cpu() -> dict[str, Any]:
             storages = dict.fromkeys(("b", "c"), storage(kind, folder))
             for name, case in {"bags": {}, "sequences": {"is_sequence": True}}.items():
                 placements = PLACEMENTS[: 2 if case else 3]
-                expected, _ = trained(placements=placements, **case)
+                expected, _ = on_the_device(trained, placements=placements, **case)
                 results, counts = trained(placements=placements, storages=storages, **case)
                 found[f"{kind}, {name}"] = differences(results, expected), counts
             found[f"{kind}, pipelines"] = through_pipelines(storages=storages)

@@ -14,6 +14,7 @@ from tests.support.torchrec_tiers import (
     differences,
     loaded,
     make,
+    on_the_device,
     through_pipelines,
     trained,
 )
@@ -32,9 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
 def by_hand() -> dict[str, Any]:
     found = {}
     for name, case in CASES.items():
-        load_factor = case.get("load_factor", 0.8)
-        expected, _ = trained(**{**case, "load_factor": None})
-        results, counts = trained(**{**case, "load_factor": load_factor})
+        expected, _ = on_the_device(trained, **case)
+        results, counts = trained(**{"load_factor": 0.8, **case})
         found[name] = differences(results, expected), counts
     return found
 
