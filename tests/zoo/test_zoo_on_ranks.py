@@ -28,11 +28,11 @@ MODELS = (
     "tasks",
     "layers",
 )
-"""Families whose entries differ little in what ranks do: one in four is trained here, and all of
-them by ``torchrun -m bench.models``."""
-STRIDES = {**dict.fromkeys(MODELS, 4), DYNAMIC.name: 8}
+"""Families whose entries differ little in what ranks do: one in eight is trained here, and one in
+two of the others. All of them are by ``torchrun -m bench.models``."""
+STRIDES = dict.fromkeys((*MODELS, DYNAMIC.name), 8)
 CHOSEN = {
-    family.name: [entry.name for entry in family.entries[:: STRIDES.get(family.name, 1)]]
+    family.name: [entry.name for entry in family.entries[:: STRIDES.get(family.name, 2)]]
     for family in FAMILIES
     if family is not DYNAMIC_MODULES  # which ranks refuse to share
 }
