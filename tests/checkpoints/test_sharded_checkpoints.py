@@ -1,4 +1,7 @@
-"""What is saved under one placement is loaded under every other, bit for bit."""
+"""What is saved under one placement is loaded under every other, bit for bit.
+
+Each pair of placements is tried with one of two optimizers and dtypes, which take turns.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -34,6 +37,16 @@ CASES = {
 }
 
 
+PLACEMENTS = list(Placement)
+
+
+def is_tried(saved: Case, loaded: Case) -> bool:
+    """True of one optimizer for each pair of placements, and of each for every placement."""
+    places = (PLACEMENTS.index(Placement(case.placements["a"])) for case in (saved, loaded))
+    optimizer = ("RowwiseAdagrad", "Adam")[sum(places) % 2]
+    return saved.optimizer == loaded.optimizer == optimizer
+
+
 def save_all(folder: str) -> None:
     for name, case in CASES.items():
         case = dataclasses.replace(case, num_nodes=2)
@@ -57,7 +70,7 @@ def load_all(folder: str) -> dict[str, dict[str, Any]]:
         optimizer = make_optimizer(case, model)
         run = TrainingRun(model=model, optimizers=[optimizer])
         for saved, other in CASES.items():
-            if other.optimizer == case.optimizer:
+            if is_tried(other, case):
                 for tensor in (*model.parameters(), *_states(model)):
                     tensor.detach().fill_(-7.0)
                 CheckpointFolder(Path(folder, saved)).load(run)
@@ -76,7 +89,7 @@ def test_every_placement_loads_under_every_other(tmp_path: Path) -> None:
     of_ranks = run_on_ranks(2, load_all, str(tmp_path))
     for pair in of_ranks[0]:
         assert_equal_rows([held[pair] for held in of_ranks], expected[pair.split()[0]], pair)
-    assert len(of_ranks[0]) == 2 * 5 * 5
+    assert len(of_ranks[0]) == 5 * 5
     for name, case in CASES.items():
         model = make_model(case)
         optimizer = make_optimizer(case, model)
