@@ -132,7 +132,7 @@ def test_redis(single_redis: RedisServer, policy: OverflowPolicy) -> None:
             client.flushall()
         return RedisStore(RedisOptions(addresses=(single_redis.address,)), options)
 
-    run(policy, open_store, num_examples=40)
+    run(policy, open_store, num_examples=20)
 
 
 def run(policy: OverflowPolicy, open_store: Open, num_examples: int) -> None:
