@@ -132,9 +132,15 @@ class TableGroup(IndexedRows):
         self._leave_joined()
         was_meta, (weight, device) = self.weight.is_meta, rows
         self.weight = weight
+        if not was_meta:
+            self.states = tuple(state.to(device) for state in self.states)
+        self._settle_on(device, was_meta=was_meta)
+
+    def _settle_on(self, device: torch.device, *, was_meta: bool) -> None:
+        """Bring all that is neither rows nor their state to ``device``, the last part of
+        :meth:`convert`."""
         if was_meta and self.rule is not None:
             self.set_rule(self.rule, self.initial_state)
-        self.states = tuple(state.to(device) for state in self.states)
         self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
         self.pending.to(device)
         self._set_index(self.index.to(device))

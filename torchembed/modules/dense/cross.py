@@ -61,7 +61,42 @@ class LowRankCross(nn.Module):
         return low_rank_cross_network(x0, list(self.v), list(self.u), list(self.bias))
 
 
-class Cross(nn.Module):
+class _CrossStack(nn.Module):
+    """The parameters of cross layers that have one weight each."""
+
+    def __init__(
+        self,
+        in_features: int,
+        num_layers: int,
+        *,
+        rows: int,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """
+        Args:
+            rows: of each layer's weight, ``[rows, in_features]``.
+            others: as for the derived classes.
+        """
+        super().__init__()
+
+        def parameters(*shape: int) -> nn.ParameterList:
+            return nn.ParameterList(
+                torch.empty(shape, device=device, dtype=dtype) for _ in range(num_layers)
+            )
+
+        self.weight = parameters(rows, in_features)
+        self.bias = parameters(in_features)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial values."""
+        for weight, bias in zip(self.weight, self.bias, strict=True):
+            nn.init.xavier_normal_(weight)
+            nn.init.zeros_(bias)
+
+
+class Cross(_CrossStack):
     """A stack of full-rank cross layers.
 
     ``x[l + 1] = x[0] * (weight[l] @ x[l] + bias[l]) + x[l]`` for layer l and each sample x, by
@@ -84,22 +119,7 @@ class Cross(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-
-        def parameters(*shape: int) -> nn.ParameterList:
-            return nn.ParameterList(
-                torch.empty(shape, device=device, dtype=dtype) for _ in range(num_layers)
-            )
-
-        self.weight = parameters(in_features, in_features)
-        self.bias = parameters(in_features)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the initial values."""
-        for weight, bias in zip(self.weight, self.bias, strict=True):
-            nn.init.xavier_normal_(weight)
-            nn.init.zeros_(bias)
+        super().__init__(in_features, num_layers, rows=in_features, device=device, dtype=dtype)
 
     def forward(self, x0: Tensor) -> Tensor:
         x = x0
@@ -108,7 +128,7 @@ class Cross(nn.Module):
         return x
 
 
-class VectorCross(nn.Module):
+class VectorCross(_CrossStack):
     """A stack of cross layers with a vector each.
 
     ``x[l + 1] = x[0] * (weight[l] . x[l]) + bias[l] + x[l]`` for layer l and each sample x, by
@@ -131,22 +151,7 @@ class VectorCross(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-
-        def parameters(*shape: int) -> nn.ParameterList:
-            return nn.ParameterList(
-                torch.empty(shape, device=device, dtype=dtype) for _ in range(num_layers)
-            )
-
-        self.weight = parameters(1, in_features)
-        self.bias = parameters(in_features)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the initial values."""
-        for weight, bias in zip(self.weight, self.bias, strict=True):
-            nn.init.xavier_normal_(weight)
-            nn.init.zeros_(bias)
+        super().__init__(in_features, num_layers, rows=1, device=device, dtype=dtype)
 
     def forward(self, x0: Tensor) -> Tensor:
         x = x0

@@ -83,17 +83,7 @@ H100 = Hardware(
     peer_seconds=3.6e-6,
     flops=530e12,
 )
-H200 = Hardware(
-    name="H200",
-    memory_bytes=139 << 30,
-    memory_bandwidth=4.23e12,
-    intra_node_bandwidth=290e9,
-    inter_node_bandwidth=45e9,
-    kernel_seconds=7e-6,
-    exchange_seconds=4e-6,
-    peer_seconds=3.6e-6,
-    flops=530e12,
-)
+H200 = dataclasses.replace(H100, name="H200", memory_bytes=139 << 30, memory_bandwidth=4.23e12)
 # Round numbers for one core of a server and gloo between processes: plans ask for ratios.
 CPU = Hardware(
     name="CPU",

@@ -132,16 +132,6 @@ class TieredGroup(TableGroup):
             self._slot_keys.note(slots, rows, of_rows)
         return self._slot_keys.for_updates(of_rows)
 
-    def _settle_on(self, device: torch.device, *, was_meta: bool) -> None:
-        """Bring all that is neither rows nor cache to ``device``, the last part of
-        :meth:`convert`."""
-        if was_meta and self.rule is not None:
-            self.set_rule(self.rule, self.initial_state)
-        self.step = torch.zeros(1, device=device) if was_meta else self.step.to(device)
-        self.pending.to(device)
-        self._set_index(self.index.to(device))
-        self.point_parameters()
-
     def check_convertible(self, convert: Callable[[Tensor], Tensor]) -> None:
         """Raise ``TypeError`` where ``convert`` gives the rows a dtype that caches do not hold."""
         dtype = convert(self.weight[:0]).dtype
