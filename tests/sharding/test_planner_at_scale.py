@@ -15,7 +15,7 @@ from torchembed import optim
 from torchembed.sharding import H200, Placement, Planner, PlanReport, Topology
 
 TABLES, HOTNESS = dlrm_dcnv2()
-NUM_RANKS = (1, 2, 4, 8, 16, 64, 256, 1024)
+NUM_RANKS = (1, 8, 64, 1024)
 # Without parallelism a whole model of 195 GiB has to fit.
 ROOMY_BYTES = 256 << 30
 
@@ -51,8 +51,10 @@ def test_ranks_are_balanced(num_ranks: int) -> None:
     assert sum(table.weight_bytes for table in report.tables) == 204_184_588 * 128 * 8
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
-@pytest.mark.parametrize("fixed_hotness", [False, True])
+@pytest.mark.parametrize(
+    ("num_ranks", "fixed_hotness"),
+    [(2, False), (4, False), (8, False), (16, False), (8, True), (16, True)],
+)
 def test_the_fastest_plan_is_balanced_up_to_two_nodes(num_ranks: int, fixed_hotness: bool) -> None:
     report = plan_in_seconds(num_ranks, fixed_hotness=fixed_hotness)
     assert report.balance <= 1.15

@@ -28,7 +28,9 @@ _DISK_STRIDE = 2
 _DEVIATIONS = 6
 """Standard deviations by which the rows of those batches may exceed their expected number."""
 _MOST_BATCHES = 2.0**40
-_NUM_HALVINGS = 40
+_NUM_HALVINGS = 24
+"""They leave a price uncertain by a hundred-thousandth of it. Each step of a search looks for one
+of the next faster kind of memory, so the time grows with the third power of this."""
 
 
 class _Memory(enum.IntEnum):
@@ -116,6 +118,8 @@ class TierChoice:
         picks = at(0.0)
         if not fits(picks):
             picks = at(high)
+            if not fits(picks):  # nor would any at a lower price
+                return picks
             for _ in range(_NUM_HALVINGS):
                 price = math.sqrt(low * high)
                 found = at(price)
