@@ -14,6 +14,7 @@ from bench.step import train_step
 from bench.step.reference_step import expected_losses
 from bench.step.setting import StepSetting
 from bench.step.torchembed_step import TorchembedStep
+from tests.support.small_dense_part import shrink_dense_part
 from tests.support.tolerance import relative_error
 
 CONFIG = train_step.Config(
@@ -21,6 +22,11 @@ CONFIG = train_step.Config(
     num_batches=2, num_repeats=1, seconds=0.0,
 )  # fmt: skip
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_dense_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink_dense_part(monkeypatch)
 
 
 @pytest.fixture

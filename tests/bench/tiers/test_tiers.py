@@ -15,6 +15,7 @@ from bench.tiers.disk import measured_disk_rates
 from bench.tiers.link import measured_rates
 from bench.tiers.setting import TierSetting, make_setting
 from bench.tiers.training import TorchembedTraining
+from tests.support.small_dense_part import shrink_dense_part
 from torchembed import HostMemory
 
 CPU = torch.device("cpu")
@@ -102,8 +103,9 @@ def test_fbgemms_tables_are_the_same() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_whole_model_is_trained_wherever_its_tables_are(
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    shrink_dense_part(monkeypatch)
     systems = ("device", "host", "planned", "fbgemm_host")
     config = dataclasses.replace(
         CONFIG, model="dlrm", optimizer="adagrad", systems=systems, parts=(1.0,),
