@@ -153,7 +153,7 @@ def test_ctr_of_raw_ids(
             ["--dynamic", "--capacity", 0.3],
         )
     ):
-        common = ("--data", tmp_path, "--learning-rate", 0.02, *SMALL_CTR)
+        common = ("--data", tmp_path, "--learning-rate", 0.02, *SMALL_CTR, "--seeds", 1)
         output = tmp_path / f"out-{number}"
         result = result_of(capsys, recipe, *common, "--output", output, *arguments)
         found.append(result["test_logloss"])
