@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 import platform
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -175,4 +176,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Python would turn the end of a reader, such as head, into an error.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -1,6 +1,10 @@
 """The doctor says what is installed, what fits, which kernels run, and whether that is usable."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -86,3 +90,16 @@ def test_report_gives_the_reason_for_a_forced_reference() -> None:
     assert run.returncode == 0, run.stderr
     assert "not used: TORCHEMBED_FORCE_REFERENCE is set" in run.stdout
     assert re.search(r"find_runs +CPU +reference +TORCHEMBED_FORCE_REFERENCE is set", run.stdout)
+
+
+def test_a_reader_that_has_ended_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "torchembed.doctor"]
+        ended = subprocess.run(
+            command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")
