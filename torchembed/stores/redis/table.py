@@ -37,10 +37,6 @@ class RedisRead(NamedTuple):
     microseconds: int
 
 
-_DROPPED_ROWS = 1 << 16
-"""Rows that are deleted at a time where a table is dropped."""
-
-
 class RedisTable:
     """Lines by key (:class:`~torchembed.stores.RowTable`) in the partitions of a table in Redis."""
 
@@ -106,8 +102,13 @@ class RedisTable:
 
     def drop(self) -> None:
         """Delete all rows, as :meth:`RowTable.drop`; the table's name stays on record."""
-        for chunk in self.chunks(_DROPPED_ROWS):
-            self.delete(chunk.keys)
+        self._store._check_writable()
+        self._store._nodes.run(
+            [
+                exchange(names.values, command(b"UNLINK", names.values, names.accesses))
+                for names in self._names
+            ]
+        )
 
     def note_reads(self, reads: list[RedisRead]) -> None:
         """Note reads; for the refresher's thread alone."""
