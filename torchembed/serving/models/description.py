@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -67,6 +68,18 @@ class ModelDescription:
     files: Mapping[str, FileForm]
     """By path in the folder: what the others must be."""
 
+    @functools.cached_property
+    def input_forms(self) -> Mapping[str, TensorForm]:
+        """The arrays of a request, by name."""
+        return {form.name: form for form in self.form().inputs}
+
+    @functools.cached_property
+    def jagged_inputs(self) -> frozenset[str]:
+        """Names of the arrays of a request that have an element for each id of a jagged
+        feature."""
+        jagged = {feature.name for feature in self.features if feature.hotness is None}
+        return frozenset(jagged | {f"{name}.weights" for name in jagged})
+
     def form(self) -> ModelForm:
         """What requests and answers are made of."""
         inputs = [
@@ -86,11 +99,19 @@ class ModelDescription:
 
     def feature(self, name: str) -> Feature:
         """The feature of a name."""
-        return next(feature for feature in self.features if feature.name == name)
+        return self._features[name]
 
     def table(self, name: str) -> DeployedTable:
         """The table of a name."""
-        return next(table for table in self.tables if table.name == name)
+        return self._tables[name]
+
+    @functools.cached_property
+    def _features(self) -> Mapping[str, Feature]:
+        return {feature.name: feature for feature in self.features}
+
+    @functools.cached_property
+    def _tables(self) -> Mapping[str, DeployedTable]:
+        return {table.name: table for table in self.tables}
 
     def to_bytes(self) -> bytes:
         """The file's content: JSON, with a checksum of itself."""

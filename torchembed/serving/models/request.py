@@ -12,6 +12,9 @@ from torchembed.modules.dense_part.forms import BadIds, Feature
 from torchembed.serving.interface import InvalidRequestError, TensorForm
 from torchembed.serving.models.description import ModelDescription
 
+_MOST_JOINED_IDS = 1 << 16
+"""Of a request whose ids are joined to be checked; copies of more take longer than the calls."""
+
 
 class FeatureIds(NamedTuple):
     """The ids of a feature, sample by sample."""
@@ -38,18 +41,16 @@ def check_request(description: ModelDescription, inputs: Mapping[str, np.ndarray
     Raises:
         InvalidRequestError: for names, dtypes, shapes, lengths or ids that do not fit.
     """
-    forms = {form.name: form for form in description.form().inputs}
-    if set(inputs) != set(forms):
+    forms = description.input_forms
+    if inputs.keys() != forms.keys():
         lacking, unknown = sorted(set(forms) - set(inputs)), sorted(set(inputs) - set(forms))
         raise InvalidRequestError(
             f"inputs must be {sorted(forms)}, got none of {lacking} and unknown ones {unknown}"
         )
-    jagged = {f.name for f in description.features if f.hotness is None}
-    of_ids = jagged | {f"{name}.weights" for name in jagged}
     sizes = set[int]()
     for name, form in forms.items():
         _check_form(form, inputs[name])
-        if name not in of_ids:
+        if name not in description.jagged_inputs:
             sizes.add(len(inputs[name]))
     if len(sizes) != 1:
         raise InvalidRequestError(
@@ -58,16 +59,36 @@ def check_request(description: ModelDescription, inputs: Mapping[str, np.ndarray
     (num_samples,) = sizes
     if not num_samples:
         raise InvalidRequestError("inputs must have at least 1 sample, got none")
-    features = {f.name: _feature_ids(f, inputs, num_samples) for f in description.features}
+    features: dict[str, FeatureIds] = {}
+    lengths: dict[int, np.ndarray] = {}
+    for feature in description.features:
+        features[feature.name] = _feature_ids(feature, inputs, num_samples, lengths)
+    _check_ids(description, features)
+    return Request(num_samples, {i.name: inputs[i.name] for i in description.inputs}, features)
+
+
+def _check_ids(description: ModelDescription, features: Mapping[str, FeatureIds]) -> None:
+    """Raise ``InvalidRequestError`` for ids that their table refuses."""
+    checked: list[tuple[str, int, np.ndarray]] = []
     for lookup in description.lookups:
         table, ids = description.table(lookup.table), features[lookup.feature].ids
-        is_checked = table.num_ids is not None and table.bad_ids is BadIds.RAISE
-        if is_checked and ids.size and (ids.min() < 0 or ids.max() >= table.num_ids):
-            bad = ids[(ids < 0) | (ids >= table.num_ids)][0]
+        if table.num_ids is not None and table.bad_ids is BadIds.RAISE and ids.size:
+            checked.append((lookup.feature, table.num_ids, ids))
+    # Few ids are joined, so that those of all lookups are looked at in one call.
+    is_joined = sum(ids.size for _, _, ids in checked) <= _MOST_JOINED_IDS
+    for some in [checked] if checked and is_joined else [[each] for each in checked]:
+        arrays = [ids for _, _, ids in some]
+        firsts = np.cumsum([0, *(ids.size for ids in arrays[:-1])])
+        every = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+        # As unsigned numbers negative ones are the greatest.
+        greatest = np.maximum.reduceat(every.view(np.uint64), firsts)
+        is_bad = greatest >= np.array([num_ids for _, num_ids, _ in some], dtype=np.uint64)
+        if is_bad.any():
+            feature, num_ids, ids = some[int(is_bad.argmax())]
+            bad = ids[(ids < 0) | (ids >= num_ids)][0]
             raise InvalidRequestError(
-                f"ids of feature {lookup.feature} must be in [0, {table.num_ids}), got {bad}"
+                f"ids of feature {feature} must be in [0, {num_ids}), got {bad}"
             )
-    return Request(num_samples, {i.name: inputs[i.name] for i in description.inputs}, features)
 
 
 def _check_form(form: TensorForm, array: np.ndarray) -> None:
@@ -75,16 +96,21 @@ def _check_form(form: TensorForm, array: np.ndarray) -> None:
         raise InvalidRequestError(
             f"input {form.name} must be of dtype {form.dtype}, got {array.dtype}"
         )
-    pairs = zip(form.shape, array.shape, strict=False)
-    if array.ndim != len(form.shape) or any(w not in (-1, g) for w, g in pairs):
+    # The first dim is of any size.
+    if array.ndim != len(form.shape) or array.shape[1:] != form.shape[1:]:
         raise InvalidRequestError(
             f"input {form.name} must have shape {list(form.shape)}, got {list(array.shape)}"
         )
 
 
 def _feature_ids(
-    feature: Feature, inputs: Mapping[str, np.ndarray], num_samples: int
+    feature: Feature,
+    inputs: Mapping[str, np.ndarray],
+    num_samples: int,
+    same_lengths: dict[int, np.ndarray],
 ) -> FeatureIds:
+    """The ids of a feature; ``same_lengths``, by hotness, is filled and shared by all features of
+    a request."""
     ids = inputs[feature.name]
     weights = inputs[f"{feature.name}.weights"] if feature.is_weighted else None
     if weights is not None and weights.shape != ids.shape:
@@ -93,7 +119,10 @@ def _feature_ids(
             f"{list(ids.shape)}, got {list(weights.shape)}"
         )
     if feature.hotness is not None:
-        lengths = np.full(num_samples, feature.hotness, dtype=np.int64)
+        lengths = same_lengths.get(feature.hotness)
+        if lengths is None:
+            lengths = np.full(num_samples, feature.hotness, dtype=np.int64)
+            same_lengths[feature.hotness] = lengths
     else:
         lengths = inputs[f"{feature.name}.lengths"].astype(np.int64)
         if (lengths < 0).any() or lengths.sum() != len(ids):
