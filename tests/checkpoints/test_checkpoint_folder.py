@@ -194,6 +194,8 @@ def test_damage_is_named_and_nothing_is_changed(damage: str, tmp_path: Path) -> 
 def test_arguments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         CheckpointFolder(tmp_path, keep=0)
+    with pytest.raises(TypeError, match=r"step must be an int, got 1\.5"):
+        CheckpointFolder(tmp_path).save(1.5, run_of(0.0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="step must be at least 0, got -1"):
         CheckpointFolder(tmp_path).save(-1, run_of(0.0))
     with pytest.raises(ValueError, match=r"path must be .* that fsspec knows, got 'nowhere://x'"):

@@ -43,3 +43,17 @@ def test_what_else_there_is_stays_torchs() -> None:
     assert found["ids"].values.tolist() == [1, 1]
     with pytest.raises(TypeError, match="must contain tensors"):
         collate([object()])
+
+
+def test_no_dense_features_stay_none() -> None:
+    ids = SparseFeatures.from_dict({"item": [[7]]})
+    found = collate([Batch(None, ids, torch.ones(())), Batch(None, ids, torch.zeros(()))])
+    assert found.dense is None
+    assert found.sparse.values.tolist() == [7, 7]
+    with pytest.raises(TypeError, match="samples must all have None in one place, or none of them"):
+        collate([(None, 1), (torch.ones(2), 1)])
+
+
+def test_no_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="samples must hold at least one sample, got none"):
+        collate([])

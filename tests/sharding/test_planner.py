@@ -312,6 +312,10 @@ def test_bad_constraints_and_topologies_are_refused() -> None:
         Planner(constraints={"t": "row_wise"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="num_shards must be positive, got 0"):
         TableConstraint(num_shards=0)
+    with pytest.raises(
+        TypeError, match=r"must be a Hardware, as torchembed\.sharding\.H200, got 'H1"
+    ):
+        Topology.of_hardware("H100", ranks_per_node=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="memory_bytes of a topology must be positive, got 0"):
         make_topology(1, 2, memory_bytes=0)
     with pytest.raises(ValueError, match="topology must be given where the planner has none"):

@@ -25,7 +25,7 @@ def test_train_writes_what_it_reads(tmp_path: Path) -> None:
     model = TinyModel()
     optimizers = make_optimizers(model, lr=0.5)
     schedulers = [LearningRate(warmup_steps=4).scheduler(optimizer) for optimizer in optimizers]
-    with MetricsWriter(tmp_path) as metrics:
+    with MetricsWriter(str(tmp_path)) as metrics:
         history = train(
             TrainPipeline(model, F.binary_cross_entropy_with_logits, optimizers),
             make_batches([8] * 5),

@@ -3,6 +3,7 @@
 import atexit
 import datetime
 import logging
+import numbers
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -143,7 +144,10 @@ class CheckpointFolder:
                 no use then: end the run, or make another one on every rank.
             ValueError: if an optimizer holds parameters that are not the model's, the ranks'
                 steps or optimizers differ, or ``step`` is negative.
+            TypeError: if ``step`` is no int.
         """
+        if isinstance(step, bool) or not isinstance(step, numbers.Integral):
+            raise TypeError(f"step must be an int, got {step!r}")
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}")
         self.wait()

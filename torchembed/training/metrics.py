@@ -31,12 +31,15 @@ class MetricsWriter:
         ImportError: if ``tensorboard`` is asked for and not installed.
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool = False, after_step: int = 0) -> None:
+    def __init__(
+        self, folder: Path | str, *, tensorboard: bool = False, after_step: int = 0
+    ) -> None:
         # Imported on every rank: were it missing, rank 0 would end and the others wait for it.
         make_events = _summary_writer() if tensorboard else None
         self._file, self._events = None, None
         if rank() != 0:
             return
+        folder = Path(folder)
         path = folder / METRICS_FILE
         if path.exists():
             _cut(path, after_step)

@@ -177,7 +177,14 @@ class Topology:
         Args:
             host: of each node; by default rows have no memory but the devices'.
             disk: of each node; by default rows go to none.
+
+        Raises:
+            TypeError: for a ``hardware`` that is none.
         """
+        if not isinstance(hardware, Hardware):
+            raise TypeError(
+                f"hardware must be a Hardware, as torchembed.sharding.H200, got {hardware!r}"
+            )
         return cls(
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
