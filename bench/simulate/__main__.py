@@ -7,7 +7,8 @@ speed that each keeps, and the stage that is longest; ``--picture`` draws the ti
 compares the simulation with the steps that were measured, in ``bench/results``.
 
 Costs between nodes are not measured: bytes over nine tenths of one 400 Gb/s adapter a GPU, and for
-each exchange the overhead of each rank that takes part, fitted to 2 and 8 GPUs of one node.
+each exchange, within nodes and between them, the overhead of each rank that takes part, fitted to 2
+and 8 GPUs of one node.
 """
 
 import dataclasses
@@ -41,8 +42,6 @@ class Config:
     optimizer: Literal["adagrad", "rowwise_adagrad", "sgd"] = "adagrad"
     wire: Literal["fp32", "bf16", "fp8"] = "bf16"
     """Precision of vectors and their gradients between GPUs."""
-    two_level: bool = False
-    """Exchange within nodes first, then one message for each pair of nodes: what if."""
     fit: bool = False
     """Compare with what was measured, and print the fitted numbers."""
     results: Path = RESULTS
@@ -89,7 +88,6 @@ def print_steps(config: Config) -> None:
             max_rows=config.max_rows,
             optimizer=config.optimizer,
             wire=config.wire,
-            two_level=config.two_level,
         )
         try:
             tasks = simulated_step(setting).tasks

@@ -32,9 +32,6 @@ class Setting:
     """Tables are cut to this."""
     optimizer: str = "adagrad"
     wire: str = "bf16"
-    two_level: bool = False
-    """Exchange within nodes first, then one message for each pair of nodes, which torchembed does
-    not do yet: a GPU then meets those of its node and one of each other node, in place of all."""
 
     @property
     def topology(self) -> Topology:
@@ -49,15 +46,7 @@ class Setting:
             raise ValueError(
                 f"num_gpus must be a multiple of the {per_node} GPUs of a node, got {self.num_gpus}"
             )
-        topology = Topology.of_hardware(self.hardware, ranks_per_node=per_node, num_nodes=num_nodes)
-        if not self.two_level or num_nodes == 1:
-            return topology
-        met = (per_node + num_nodes) / self.num_gpus
-        return dataclasses.replace(
-            topology,
-            exchange_seconds=2 * topology.exchange_seconds,
-            peer_seconds=met * topology.peer_seconds,
-        )
+        return Topology.of_hardware(self.hardware, ranks_per_node=per_node, num_nodes=num_nodes)
 
 
 class SimulatedStep(NamedTuple):

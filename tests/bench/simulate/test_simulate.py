@@ -66,14 +66,13 @@ def test_vectors_in_8_bits_take_about_half_the_time_of_16() -> None:
 
 
 def test_meets_fewer_ranks_in_two_levels() -> None:
-    flat = Setting(hardware=H200, num_gpus=64).topology
-    nested = Setting(hardware=H200, num_gpus=64, two_level=True).topology
-    peers = flat.collective_seconds - H200.exchange_seconds
-    assert peers == pytest.approx(64 * H200.peer_seconds)
-    met = nested.collective_seconds - 2 * H200.exchange_seconds
-    assert met == pytest.approx(16 * H200.peer_seconds)
-    one_node = Setting(hardware=H200, num_gpus=8, two_level=True).topology
-    assert one_node == Setting(hardware=H200, num_gpus=8).topology
+    of_nodes = Setting(hardware=H200, num_gpus=64).topology
+    met = of_nodes.collective_seconds - 2 * H200.exchange_seconds
+    assert met == pytest.approx((8 + 8) * H200.peer_seconds)
+    for num_gpus, gpus_per_node in ((8, 8), (8, 1)):
+        one_level = Setting(hardware=H200, num_gpus=num_gpus, gpus_per_node=gpus_per_node).topology
+        met = one_level.collective_seconds - H200.exchange_seconds
+        assert met == pytest.approx(8 * H200.peer_seconds)
 
 
 def test_refuses_nodes_that_are_not_full() -> None:

@@ -53,6 +53,10 @@ DENSE_COPIES = 3
 divided.
 """
 
+RELAY_COPIES = 2
+"""Copies of the largest of a rank's ids, vectors and gradients that are in memory on their way in
+two levels: what a level sends, in its order, and what it receives."""
+
 CHANNEL_COPIES = 8
 """Copies, at most, of the vectors that arrive by push: a channel has two halves, its size is
 rounded up to a power of two, and lookups ahead of forward have another channel than those inside
@@ -104,6 +108,9 @@ class CostModel:
         """Copies of a table's received vectors and gradients that are in memory at a time."""
         is_pushed = use.pooled and self.transport is WireTransport.PUSH
         return CHANNEL_COPIES if is_pushed else 1
+
+    def _relay_copies(self) -> int:
+        return RELAY_COPIES if self.topology.has_two_levels else 0
 
     def lookups(self, use: TableUse) -> float:
         """Lookups a sample of all the table's features."""
@@ -216,7 +223,8 @@ class CostModel:
                 forward,
                 backward,
                 self.device_bytes(use, shard, storage)
-                + num_ranks * (ID_COPIES * ids + forward + self._arrival_copies(use) * backward),
+                + num_ranks * (ID_COPIES * ids + forward + self._arrival_copies(use) * backward)
+                + num_ranks * self._relay_copies() * max(ids, forward, backward),
                 *self.tier_loads(use, shard, share, storage),
             ]
         )
@@ -313,7 +321,8 @@ class CostModel:
         Args:
             loads: ``[W, len(Load)]``, the loads of the shards that each rank holds. It receives the
                 ids and gradients and sends the vectors of its own shards; in the other direction go
-                those of all other ranks' shards.
+                those of all other ranks' shards. In two levels as well: what they add within nodes,
+                and that a rank's part goes over the links of its whole node, are left out.
         """
         topology = self.topology
         per_node, num_ranks = topology.ranks_per_node, topology.num_ranks

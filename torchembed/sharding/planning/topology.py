@@ -142,9 +142,15 @@ class Topology:
         return self.num_nodes * self.ranks_per_node
 
     @property
+    def has_two_levels(self) -> bool:
+        """True if ranks exchange within nodes and between nodes, and not all with each other."""
+        return 1 < self.num_nodes < self.num_ranks
+
+    @property
     def collective_seconds(self) -> float:
-        """Fixed overhead of an exchange between all ranks."""
-        return self.exchange_seconds + self.num_ranks * self.peer_seconds
+        """Fixed overhead of an exchange between all ranks, in two levels that of both."""
+        levels = (self.ranks_per_node, self.num_nodes) if self.has_two_levels else (self.num_ranks,)
+        return sum(self.exchange_seconds + met * self.peer_seconds for met in levels)
 
     @property
     def host_bandwidth(self) -> float:
