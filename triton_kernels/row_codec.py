@@ -1,14 +1,19 @@
 """The Triton kernels of ``encode_rows``, ``scaled_rows`` and ``decode_rows``.
 
-Byte floor: each element read once and written once, with a byte more a row. Elements are converted
-in integers, so that every GPU, and the interpreter, gives the same bits.
+Byte floor: each element read once and written once, with a byte more a row. GPUs of compute
+capability 8.9 and later convert elements by an instruction; on others, and in the interpreter,
+integers give the same bits, at some 25 operations an element.
 """
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
+from torchembed.core import environment
 from torchembed.triton_kernels.launch_sizes import cdiv, next_power_of_2
 from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 from torchembed.triton_kernels.row_blocks import index_type
@@ -18,29 +23,36 @@ _ELEMENTS = 2048
 
 
 @triton.jit
-def _e4m3_of(values):
-    """The e4m3 bits, int32, of float32 ``values`` below 2**8, to nearest, ties to even; NaN for
+def _e4m3_of(values, NATIVE: tl.constexpr):
+    """The e4m3 bits, uint8, of float32 ``values`` below 2**8, to nearest, ties to even; NaN for
     infinities and NaN.
 
     Example: 1, -1.0625, 0.001953125 and 208 are 0x38, 0xB8, 0x01 and 0x75.
     """
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
+    if NATIVE:
+        # The instruction lets infinities saturate.
+        values = tl.where(magnitude < 0x7F800000, values, float("nan"))
+        return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     # Three bits of the fraction stay. Half of the last is added, less one where it is 0.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     # Below 2**-6 e4m3 is spaced by 2**-9, as float32 is from 2**14 on.
     spaced = (tl.abs(values) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < ((127 - 6) << 23), spaced, normal)
     code = tl.where(magnitude < 0x7F800000, code, 0x7F)
-    return code | ((bits >> 24) & 0x80)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
-def _of_e4m3(codes):
-    """The float32 values of the e4m3 bits ``codes``, int32.
+def _of_e4m3(codes, NATIVE: tl.constexpr):
+    """The float32 values of the e4m3 bits ``codes``, uint8.
 
     Example: 0x38, 0xB8, 0x01 and 0x75 are 1, -1, 0.001953125 and 208.
     """
+    if NATIVE:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    codes = codes.to(tl.int32)
     magnitude = codes & 0x7F
     normal = ((magnitude + ((127 - 7) << 3)) << 20).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
@@ -68,6 +80,7 @@ def _encode_rows_kernel(
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    NATIVE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
     """``codes[r, d] = e4m3(rows[r, d] * 2**(127 - b))`` with ``codes[r, D] = b``, where
@@ -84,14 +97,14 @@ def _encode_rows_kernel(
     # Magnitudes are in the order of their bits.
     largest = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1, keep_dims=True)
     scale = tl.maximum(((largest + (1 << 19)) >> 23) - 7, 1)
-    code = _e4m3_of(values * ((254 - scale) << 23).to(tl.float32, bitcast=True))
+    code = _e4m3_of(values * ((254 - scale) << 23).to(tl.float32, bitcast=True), NATIVE)
     if scales_ptr is None:
         line_ptr = codes_ptr + row * (DIM + 1)
         tl.store(line_ptr + DIM, scale.to(tl.uint8), mask=row < num_rows)
     else:
         line_ptr = codes_ptr + row * DIM
         tl.store(scales_ptr + row, (scale << 23).to(tl.float32, bitcast=True), mask=row < num_rows)
-    tl.store(line_ptr + column, code.to(tl.uint8), mask=inside)
+    tl.store(line_ptr + column, code, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -102,6 +115,7 @@ def _decode_rows_kernel(
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    NATIVE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
     """``rows[r, d] = codes[r, d] * 2**(codes[r, D] - 127)``, where elements are e4m3.
@@ -110,9 +124,9 @@ def _decode_rows_kernel(
     """
     row, column, inside = _places(num_rows, DIM, ROWS, COLUMNS, INDEX)
     line_ptr = codes_ptr + row * (DIM + 1)
-    code = tl.load(line_ptr + column, mask=inside, other=0).to(tl.int32)
+    code = tl.load(line_ptr + column, mask=inside, other=0)
     scale = tl.load(line_ptr + DIM, mask=row < num_rows, other=1).to(tl.int32)
-    values = _of_e4m3(code) * (scale << 23).to(tl.float32, bitcast=True)
+    values = _of_e4m3(code, NATIVE) * (scale << 23).to(tl.float32, bitcast=True)
     rounded = round_to_nearest(values, rows_ptr.dtype.element_ty)
     tl.store(rows_ptr + row * DIM + column, rounded, mask=inside)
 
@@ -121,6 +135,13 @@ def _blocks(dim: int) -> tuple[int, int]:
     """Rows and columns of a program."""
     columns = next_power_of_2(dim)
     return max(1, _ELEMENTS // columns), columns
+
+
+@functools.cache
+def _converts(device: torch.device) -> bool:
+    """True where the GPU ``device``, the current one, has instructions that convert e4m3."""
+    interpreted = environment.triton_interpreted()
+    return not interpreted and driver.active.get_current_target().arch >= 89
 
 
 def _encode(rows: Tensor, codes: Tensor, scales: Tensor | None) -> None:
@@ -137,6 +158,7 @@ def _encode(rows: Tensor, codes: Tensor, scales: Tensor | None) -> None:
             DIM=dim,
             ROWS=of_program,
             COLUMNS=columns,
+            NATIVE=_converts(codes.device),
             INDEX=index_type(codes),
         )
 
@@ -170,6 +192,7 @@ def launch_decode_rows(codes: Tensor, dtype: torch.dtype) -> Tensor:
                 DIM=dim,
                 ROWS=of_program,
                 COLUMNS=columns,
+                NATIVE=_converts(codes.device),
                 INDEX=index_type(codes),
             )
     return rows

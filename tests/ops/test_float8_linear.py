@@ -22,14 +22,13 @@ def rounded(rows: Tensor) -> Tensor:
 
 
 def assert_is_product(found: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> None:
-    """``found`` is ``left @ right.T + bias`` but for the roundings of sums, to bfloat16 and of the
-    bias's addition."""
-    terms = left.abs() @ right.abs().t()
-    exact = left @ right.t()
-    allowed = left.shape[1] * SUMS * terms + BF16 * (exact.abs() + left.shape[1] * SUMS * terms)
+    """``found`` is ``left @ right.T + bias`` but for the roundings of sums, and to bfloat16."""
+    terms, exact = left.abs() @ right.abs().t(), left @ right.t()
     if bias is not None:
-        exact = exact + bias.double()
-        allowed = allowed + torch.finfo(found.dtype).eps * (exact.abs() + allowed)
+        rounded_bias = bias.bfloat16().double()
+        terms, exact = terms + rounded_bias.abs(), exact + rounded_bias
+    of_sums = (left.shape[1] + 1) * SUMS * terms
+    allowed = of_sums + BF16 * (exact.abs() + of_sums)
     # float16 ends with subnormals.
     allowed = allowed + torch.finfo(found.dtype).tiny
     assert ((found.double() - exact).abs() <= allowed).all()

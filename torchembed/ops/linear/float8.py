@@ -23,8 +23,7 @@ class _Float8Linear(torch.autograd.Function):
     def forward(ctx: FunctionContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         keep_parameters(ctx, weight, bias)
-        out = _product(x, weight)
-        return out if bias is None else out + bias
+        return _product(x, weight, bias)
 
     @staticmethod
     @first_order("torchembed's linear layer in float8", "torch.nn.functional.linear")
@@ -43,19 +42,24 @@ class _Float8Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right.T`` of ``left [M, K]`` and ``right [N, K]``, in the dtype of ``left``.
+def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``left @ right.T + bias`` of ``left [M, K]`` and ``right [N, K]``, in the dtype of ``left``.
 
-    Both are rounded to e4m3 with a scale for each row; sums are rounded to bfloat16.
+    Both are rounded to e4m3 with a scale for each row; the result is rounded to bfloat16, as
+    ``bias`` is.
     """
+    bias = None if bias is None else bias.to(torch.bfloat16)
     (a, of_a), (b, of_b) = scaled_rows(left), scaled_rows(right)
     if left.is_cuda and left.shape[0]:
         product = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
-            a, b.t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=torch.bfloat16
+            a, b.t(), scale_a=of_a, scale_b=of_b.t(), bias=bias, out_dtype=torch.bfloat16
         )
     else:
         # The same numbers: scales are powers of two, so that no product with one is rounded.
-        product = (a.float() * of_a) @ (b.float() * of_b).t()
+        with torch.autocast(left.device.type, enabled=False):
+            product = (a.float() * of_a) @ (b.float() * of_b).t()
+        if bias is not None:
+            product += bias
     return product.to(torch.bfloat16).to(left.dtype)
 
 
@@ -74,10 +78,10 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     Rows of both factors of each product are rounded to e4m3 with a scale each
     (:func:`~torchembed.ops.row_codec.scaled_rows`), for the gradient of ``x`` the columns of
-    ``weight``, and the product is rounded to bfloat16. The gradient of ``weight`` is a product in
-    the dtype of ``x``, and may be deferred, as for :func:`~torchembed.ops.linear.linear`. Scales
-    stay on the device: never synchronizes. On the CPU the same factors are multiplied in float32.
-    Under ``torch.autocast`` everything is cast.
+    ``weight``. The result is rounded to bfloat16, as ``bias`` is. The gradient of ``weight`` is a
+    product in the dtype of ``x``, and may be deferred, as for
+    :func:`~torchembed.ops.linear.linear`. Scales stay on the device: never synchronizes. On the CPU
+    the same factors are multiplied in float32. Under ``torch.autocast`` everything is cast.
 
     Args:
         x: ``[..., K]``, float32, float16 or bfloat16; K a multiple of 16.
