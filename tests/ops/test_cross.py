@@ -341,6 +341,24 @@ def test_compiles_whole_for_any_batch_size(device: torch.device) -> None:
     assert backend.frame_count == 1
 
 
+@pytest.mark.gpu
+def test_compilers_may_pad_what_is_kept_for_backward(device: torch.device) -> None:
+    # Of so many columns, and not a multiple of 32, Inductor pads the rows.
+    num_columns = 1293
+
+    def layer(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        x0 = torch.tanh(inputs)
+        return full_rank_cross(x0, x0 * 2, weight, bias)
+
+    inputs = normal(64, num_columns, seed=1, device=device)
+    weight = normal(num_columns, num_columns, seed=2, device=device) / num_columns
+    bias, grad = (normal(*shape, seed=3, device=device) for shape in ((num_columns,), inputs.shape))
+    expected = results(layer, [inputs, weight, bias], grad)
+    found = results(torch.compile(layer), [inputs, weight, bias], grad)
+    for actual, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_bad_arguments_are_named(device: torch.device) -> None:
     x0, z, bias, x = epilogue_inputs((4, 10), device, torch.float32)
     with pytest.raises(TypeError, match="x0 must be float32 or float16 or bfloat16, got float64"):

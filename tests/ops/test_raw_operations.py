@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import torchembed.ops.columns
 import torchembed.ops.dense_update
 import torchembed.ops.id_shares
 import torchembed.ops.jagged
@@ -19,10 +20,39 @@ from tests.support import raw_cache_calls, raw_dense_calls, raw_hash_calls, raw_
 from tests.support.raw_calls import FITTING, IDS, LONG, OFFSETS, ONE, RUNS, SPREAD, WEIGHT
 from torchembed.core.trees import map_tensors
 
+HALF = WEIGHT.half()
 SPREAD_IDS = torch.zeros(1, dtype=LONG).expand(3)
 NOT_THERE = torch.zeros(3, dtype=LONG, device="meta")
 
 ERRORS: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
+    "join_columns": [
+        (ValueError, r"^parts must hold at least one matrix, got none$", {"parts": []}),
+        (TypeError, r"^parts\[0\] must be float32 or float16 or", {"parts": [WEIGHT.long()] * 2}),
+        (
+            TypeError,
+            r"^parts\[1\] must be float32, got float16",
+            {"parts": [WEIGHT, WEIGHT.half()]},
+        ),
+        (ValueError, r"^parts\[1\] must have contiguous rows", {"parts": [WEIGHT, WEIGHT[:2].T]}),
+        (ValueError, r"^parts\[1\] must have shape \(4, 2\)", {"parts": [WEIGHT, WEIGHT[1:]]}),
+        (ValueError, r"^targets must hold 2 numbers, one for each width, got 1", {"targets": [0]}),
+        (ValueError, r"^widths must be positive and fill .* got \[2, 1\]$", {"widths": [2, 1]}),
+        (ValueError, r"^widths must be positive and fill .* got \[4, 0\]$", {"widths": [4, 0]}),
+        (
+            ValueError,
+            r"^widths must end with the last of the parts' \[2, 2\] columns, got \[2, 2, 2\]$",
+            {"widths": [2, 2, 2], "targets": [0, 2, 4]},
+        ),
+        (ValueError, r"^targets must place each piece behind another", {"targets": [1, 0]}),
+        (ValueError, r"^targets must place each piece behind another", {"targets": [2, -1]}),
+        (ValueError, r"end of the 5 columns, got \[2, 0\] for widths", {"num_columns": 5}),
+    ],
+    "split_columns": [
+        (TypeError, r"^joined must be float32 or float16 or", {"joined": WEIGHT.long()}),
+        (ValueError, r"^joined must have contiguous rows", {"joined": WEIGHT[:2].T}),
+        (ValueError, r"^widths must be positive and fill", {"part_columns": [3]}),
+        (ValueError, r"^targets must place each piece behind another", {"targets": [1, 1]}),
+    ],
     "linearize_ids": [
         (ValueError, r"^hotness must be 1 counts >= 0, .*, got \[-3\]$", {"hotness": [-3]}),
         (ValueError, r"^hotness must be 1 counts >= 0, .*, got \[1, 2\]$", {"hotness": [1, 2]}),

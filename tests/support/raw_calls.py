@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+import torchembed.ops.columns
 import torchembed.ops.dense_update
 import torchembed.ops.id_shares
 import torchembed.ops.initialize_rows
@@ -25,6 +26,18 @@ BAGS = {"offsets": None, "hotness": [1], "num_features": 1, "batch_size": 3}
 RUNS = find_runs(IDS, 4)._asdict()
 ONE = torch.ones(1)
 FITTING: dict[str, dict[str, Any]] = {
+    "join_columns": {
+        "parts": [WEIGHT, WEIGHT],
+        "targets": [2, 0],
+        "widths": [2, 2],
+        "num_columns": 4,
+    },
+    "split_columns": {
+        "joined": WEIGHT,
+        "targets": [1, 0],
+        "widths": [1, 1],
+        "part_columns": [2],
+    },
     "linearize_ids": {
         "values": IDS,
         "offsets": None,

@@ -28,6 +28,7 @@ from torchembed.triton_kernels import (
     cached_lookup,
     claim_slots,
     column_sums,
+    columns,
     cross,
     dense_update,
     erase_keys,
@@ -247,6 +248,12 @@ def launch_push(dtype: torch.dtype, wire: torch.dtype, width: int) -> None:
     push.launch_push_mean(buffer, state, *to, 1 << 10, 1 << 10, 1)
 
 
+def launch_columns(width: int, dtype: torch.dtype) -> None:
+    parts = [torch.zeros(BATCH_SIZE, width, dtype=dtype) for _ in range(2)]
+    joined = columns.launch_join_columns(parts, [width, 0], [width, width], 2 * width)
+    columns.launch_split_columns(joined, [width, 0], [width, width], [width, width])
+
+
 def launch_hash_tables(policy: Policy, options: bool) -> None:
     tables: HashTables = empty_hash_tables([TableShape(1, 2, 128)], policy)
     one, flag = ids(count=1), torch.ones(1, dtype=torch.bool)
@@ -394,6 +401,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "dense adam": lambda: launch_dense_update(OptimizerKind.ADAM, True),
     "push": lambda: launch_push(torch.bfloat16, torch.bfloat16, 128),
     "push of odd columns": lambda: launch_push(torch.float32, torch.float16, 5),
+    "columns": lambda: launch_columns(128, torch.bfloat16),
     "log loss": lambda: launch_binary_cross_entropy(torch.bfloat16),
 }
 

@@ -65,8 +65,9 @@ def check_dim(name: str, tensor: Tensor, dim: int) -> None:
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:
-    """Raise ``ValueError`` unless ``tensor`` is contiguous, as kernels read it."""
-    if not tensor.is_contiguous():
+    """Raise ``ValueError`` unless ``tensor`` is contiguous, as kernels read it, or a stand-in: a
+    compiler may pad the rows of what that stands for, and then copies it for an operation."""
+    if not tensor.is_contiguous() and not is_stand_in(tensor):
         raise ValueError(f"{name} must be contiguous; call .contiguous()")
 
 

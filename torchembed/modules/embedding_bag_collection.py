@@ -13,7 +13,7 @@ from torchembed.core.trees import Tree
 from torchembed.core.types import OnBadId
 from torchembed.modules.collection import Collection
 from torchembed.modules.configs import ConfigLike, EmbeddingBagConfig, EmbeddingConfig
-from torchembed.modules.lookup.pooled_slots import pooled_slots
+from torchembed.modules.lookup.pooled_slots import columns_of_slots, pooled_slots
 from torchembed.modules.lookup.slots import SlotRows
 from torchembed.modules.lookup.stateless_lookup import Lookup
 from torchembed.ops.row_gradients import WeightGradient
@@ -141,7 +141,7 @@ class EmbeddingBagCollection(Collection[SparseFeatures, SlotRows, Tensor]):
         return slots.pooled(weighted, poolings, self._output_dtype, self.reserved_columns)
 
     def _in_order(self, parts: list[tuple[Sequence[int], Tensor]]) -> Tensor:
-        return columns_in_order(parts, self._slot_widths(), self.reserved_columns)
+        return columns_of_slots(parts, self._slot_widths(), self.reserved_columns)
 
     def _slot_widths(self) -> list[int]:
         return [self._configs[table].embedding_dim for table in self._feature_slots.tables]
@@ -161,20 +161,6 @@ def weighted_as_asked(batch: SparseFeatures, is_weighted: bool) -> SparseFeature
     if is_weighted and batch.weights is None:
         raise ValueError("features must have weights, since is_weighted is set; got none")
     return batch if is_weighted else dataclasses.replace(batch, weights=None)
-
-
-def columns_in_order(
-    parts: list[tuple[Sequence[int], Tensor]], widths: Sequence[int], num_reserved: int
-) -> Tensor:
-    """``[B, num_reserved + sum of widths]``: the columns of slots, whose numbers each part names,
-    from the parts' ``[B, columns]``, in the order of the slots; reserved ones hold anything."""
-    columns: dict[int, Tensor] = {}
-    for slots, values in parts:
-        split = values.split([widths[slot] for slot in slots], dim=1)
-        columns.update(zip(slots, split, strict=True))
-    in_order = [columns[slot] for slot in range(len(widths))]
-    reserved = in_order[0].new_empty(in_order[0].shape[0], num_reserved)
-    return torch.cat([reserved, *in_order], dim=1)
 
 
 def keyed_result(

@@ -1,5 +1,6 @@
 """Pooled vectors of all slots of a module, side by side."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torchembed.core.types import Pooling
 from torchembed.modules.lookup.slots import SlotRows
 from torchembed.modules.lookup.table_lookup import look_up_pooled
+from torchembed.ops.columns import join_columns
 from torchembed.ops.pooled_lookup import LookupStore
 from torchembed.ops.row_gradients import WeightGradient
 
@@ -33,12 +35,27 @@ def pooled_slots(
         if not rest:
             groups = pooled_groups(rows, poolings, output_dtype, weight_form, num_empty=num_empty)
             return groups[0][1].flatten(1)
+    if not rows.groups:
+        return torch.empty(rows.batch_size, num_reserved, dtype=output_dtype, device=rows.device)
     groups = pooled_groups(rows, poolings, output_dtype, weight_form)
-    columns = [vector for _, vectors in groups for vector in vectors.unbind(1)]
-    order = [slot for slots, _ in groups for slot in slots]
-    by_slot = dict(zip(order, columns, strict=True))
-    reserved = torch.empty(rows.batch_size, num_reserved, dtype=output_dtype, device=rows.device)
-    return torch.cat([reserved, *(by_slot[slot] for slot in range(len(order)))], dim=1)
+    parts = [(slots, vectors.flatten(1)) for slots, vectors in groups]
+    widths = {slot: vectors.shape[2] for slots, vectors in groups for slot in slots}
+    return columns_of_slots(parts, [widths[slot] for slot in range(len(widths))], num_reserved)
+
+
+def columns_of_slots(
+    parts: Sequence[tuple[Sequence[int], Tensor]], widths: Sequence[int], num_reserved: int
+) -> Tensor:
+    """``[B, num_reserved + sum of widths]``: the columns of slots, whose numbers each part names,
+    from the parts' ``[B, columns]``, in the order of the slots; reserved ones hold anything."""
+    *begins, num_columns = itertools.accumulate(widths, initial=num_reserved)
+    slots = [slot for of_part, _ in parts for slot in of_part]
+    return join_columns(
+        [values for _, values in parts],
+        [begins[slot] for slot in slots],
+        [widths[slot] for slot in slots],
+        num_columns,
+    )
 
 
 def pooled_groups(

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchembed.core.column_copies import ColumnCopy
 from torchembed.core.features import Features, SparseFeatures
 from torchembed.core.lookup_results import KeyedTensor
 from torchembed.core.types import Pooling
 from torchembed.modules.collection_description import CollectionDescription
 from torchembed.modules.configs import EmbeddingBagConfig
 from torchembed.modules.embedding_bag_collection import (
-    columns_in_order,
     keyed_result,
     weighted_as_asked,
 )
@@ -23,14 +23,14 @@ from torchembed.modules.lookup.feature_selection import (
     num_ids_of_features,
     select_features,
 )
-from torchembed.modules.lookup.pooled_slots import pooled_groups, pooled_slots
+from torchembed.modules.lookup.pooled_slots import columns_of_slots, pooled_groups, pooled_slots
 from torchembed.modules.lookup.slots import SlotRows
 from torchembed.modules.sharded.sharded_collection import HeldTables, ShardedCollection
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.ops.side_by_side import after_reserved
 from torchembed.sharding.planning.plan import TablePlan
 from torchembed.sharding.transport.channel import PushDomain
-from torchembed.sharding.transport.columns import ColumnCopy, place_columns
+from torchembed.sharding.transport.columns import place_columns
 from torchembed.sharding.transport.fixed_route import FixedRoute
 from torchembed.sharding.transport.jagged_route import JaggedRoute
 from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush
@@ -212,7 +212,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection["_BucketizedBags", "_Route
         return self._exchanged_values(rows)
 
     def _in_order(self, parts: list[tuple[Sequence[int], Tensor]]) -> Tensor:
-        return columns_in_order(parts, self._widths, self.reserved_columns)
+        return columns_of_slots(parts, self._widths, self.reserved_columns)
 
     def _result(self, features: Features, vectors: Tensor) -> KeyedTensor:
         values = after_reserved(vectors, self.reserved_columns)

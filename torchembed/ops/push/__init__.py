@@ -1,7 +1,7 @@
 """Exchanges by push: ranks store rectangles and means into each other's memory, wait for each other
 at a barrier, and collect what arrived."""
 
-from torchembed.ops.push.copies import RectangleCopies, RectangleCopy, copies_on
+from torchembed.core.rectangle_copies import RectangleCopies, RectangleCopy, copies_on
 from torchembed.ops.push.function import (
     Exchange,
     collect,

@@ -1,43 +1,14 @@
 """Copies of columns between matrices, in one pass for each matrix."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchembed.core.column_copies import ColumnCopy, copies_on_device
 from torchembed.core.function_context import FunctionContext
-from torchembed.ops.push import RectangleCopy, copies_on, copy_rectangles
-
-
-class ColumnCopy(NamedTuple):
-    """A copy of neighbouring columns from one matrix to another with as many rows."""
-
-    source: int
-    """First column in the matrix that is read."""
-    width: int
-    """Number of columns."""
-    target: int
-    """First column in the matrix that is written."""
-
-
-def joined_moves(moves: Sequence[RectangleCopy]) -> list[RectangleCopy]:
-    """``moves`` of rows of one matrix to another one, in which neighbours are one."""
-    joined: list[RectangleCopy] = []
-    for one in moves:
-        if joined:
-            before = joined[-1]
-            ends = before.column + before.num_columns, before.target + before.num_columns
-            if ends == (one.column, one.target):
-                joined[-1] = one._replace(
-                    num_columns=before.num_columns + one.num_columns,
-                    column=before.column,
-                    target=before.target,
-                )
-                continue
-        joined.append(one)
-    return joined
+from torchembed.ops.push import copy_rectangles
 
 
 def place_columns(values: Tensor, others: Sequence[tuple[Tensor, Sequence[ColumnCopy]]]) -> Tensor:
@@ -96,9 +67,4 @@ def taken_from(values: Tensor, placed: Placed) -> list[Tensor]:
 
 def _copy_columns(source: Tensor, copies: Sequence[ColumnCopy], out: Tensor) -> None:
     """Copy columns of ``source`` to ``out``, which has as many rows and is contiguous."""
-    num_rows, stride = out.shape
-    moves = [
-        RectangleCopy(0, num_rows, copy.width, 0, copy.source, copy.target, stride)
-        for copy in copies
-    ]
-    copy_rectangles(source, copies_on(out.device, tuple(joined_moves(moves))), out)
+    copy_rectangles(source, copies_on_device(copies, out), out)

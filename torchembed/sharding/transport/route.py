@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchembed.core.column_copies import ColumnCopy
 from torchembed.core.features import SparseFeatures
-from torchembed.sharding.transport.columns import ColumnCopy
 from torchembed.sharding.transport.layout import Layout
 from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush
 from torchembed.sharding.transport.rank_exchange import (

@@ -1,5 +1,6 @@
 """A folder with a database of RocksDB, opened by one process."""
 
+import concurrent.futures
 import contextlib
 import ctypes
 import json
@@ -7,9 +8,9 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torchembed.stores.arguments import check_same_line
 from torchembed.stores.errors import CorruptStoreError, RowStoreError
@@ -24,6 +25,8 @@ from torchembed.stores.rocksdb.writes import write_whole
 
 if TYPE_CHECKING:
     import rocksdict
+
+_T = TypeVar("_T")
 
 ROWS = "rows"
 """The folder of RocksDB's own files, within that of the store."""
@@ -82,6 +85,9 @@ class Database:
         self._gate = Gate()
         self._has_failed = False
         """True from a write that failed until the database was opened anew."""
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            options.num_read_threads, "torchembed: lines of a database"
+        )
         try:
             if not is_read_only:
                 _end_replacement(folder)
@@ -126,6 +132,21 @@ class Database:
             if self._db is None:
                 raise RowStoreError(f"the store in {self.store} could not be opened anew; mend it")
             yield self._db
+
+    def for_each(self, read: Callable[[_T], None], parts: Sequence[_T]) -> None:
+        """Call ``read`` for each of ``parts``, on threads where they are several, and return when
+        all have ended.
+
+        Raises:
+            Exception: what the first of the calls that failed raised.
+        """
+        if len(parts) > 1:
+            running = [self._threads.submit(read, part) for part in parts]
+            concurrent.futures.wait(running)
+            for call in running:
+                call.result()
+        elif parts:
+            read(parts[0])
 
     def check_writable(self) -> None:
         """Raise ``RowStoreError`` for a snapshot, and where :meth:`check_open` does."""
@@ -265,6 +286,7 @@ class Database:
                 _never_release(db)
             return
         _open_databases.discard(self)
+        self._threads.shutdown()
         try:
             if db is not None:
                 with faults_named(self.store):

@@ -28,6 +28,7 @@ class RocksDBOptions:
         sync_writes: whether each write and deletion returns only once it survives the end of the
             machine, as after ``sync()``. Without it, once it survives the end of the process.
         num_threads: threads that sort and merge files behind those that read and write.
+        num_read_threads: threads among which the lines of one call are divided that reads many.
     """
 
     write_buffer_bytes: int = 64 << 20
@@ -35,11 +36,13 @@ class RocksDBOptions:
     compression: Compression = Compression.NONE
     sync_writes: bool = False
     num_threads: int = 2
+    num_read_threads: int = 8
 
     def __post_init__(self) -> None:
         check_positive("write_buffer_bytes", self.write_buffer_bytes)
         check_positive("block_cache_bytes", self.block_cache_bytes)
         check_positive("num_threads", self.num_threads)
+        check_positive("num_read_threads", self.num_read_threads)
         if not isinstance(self.compression, Compression):
             raise TypeError(f"compression must be a Compression, got {self.compression!r}")
         if not isinstance(self.sync_writes, bool):
