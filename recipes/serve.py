@@ -38,7 +38,7 @@ class DeployedRun(NamedTuple):
 
     Attributes:
         name: of the model.
-        version: number of steps after which its checkpoint was saved.
+        version: the newest one of it.
         request: a JSON file with a request of two samples.
     """
 
@@ -87,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"  curl -s {url} -d @{served.request}\n", flush=True)
         if given.live:
             assert brokers is not None
-            stack.enter_context(running_trainer(given.recipe, run, brokers, served.name))
+            stack.enter_context(
+                running_trainer(given.recipe, run, brokers, served.name, served.version)
+            )
             picture = given.models.parent / "live.png"
             print(f"the picture of what follows is {picture}", flush=True)
             known_ids = num_ids(_config_of(given.recipe, run))
@@ -108,8 +110,12 @@ def newest_or_trained(recipe: str) -> Path:
 
 
 def deploy_run(recipe: str, run: Path, models: Path) -> DeployedRun:
-    """Deploy the newest checkpoint of a run, or of its best seed, unless it is; the version
-    is its number of steps.
+    """Deploy the newest checkpoint of a run, or of its best seed, as the newest version of the
+    recipe's model, unless it is that already.
+
+    The version is the checkpoint's number of steps, or the next one after the newest version where
+    that is no smaller, as after another run. A file beside ``models`` says which checkpoint the
+    newest version is of.
 
     Raises:
         FileNotFoundError: where the run has saved no checkpoint.
@@ -117,20 +123,30 @@ def deploy_run(recipe: str, run: Path, models: Path) -> DeployedRun:
     make_served = RECIPES[recipe].served
     assert make_served is not None
     served = make_served(_config_of(recipe, run), run)
-    if served.version not in versions_in(models, recipe):
+    newest = max(versions_in(models, recipe), default=0)
+    record = models.parent / f"{recipe}.deployed.json"
+    deployed = {"checkpoints": str(served.checkpoints.resolve()), "num_steps": served.num_steps}
+    if newest == 0 or _read_record(record) != {"version": newest, **deployed}:
+        newest = max(served.num_steps, newest + 1)
         deploy(
             served.load_model(),
             models,
             name=recipe,
-            version=served.version,
+            version=newest,
             examples=served.examples,
             output=served.output,
             output_names=served.output_names,
         )
+        record.write_text(json.dumps({"version": newest, **deployed}) + "\n")
     inputs = [_as_json(name, values) for name, values in served.request.items()]
     request = models.parent / f"{recipe}.json"
     request.write_text(json.dumps({"inputs": inputs}))
-    return DeployedRun(recipe, served.version, request)
+    return DeployedRun(recipe, newest, request)
+
+
+def _read_record(path: Path) -> object:
+    """The record of the newest version; None where there is none."""
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _config_of(recipe: str, run: Path) -> Any:

@@ -18,8 +18,10 @@ NUM_ASKED = 2
 class ServedRun(NamedTuple):
     """The model of a run as servers are to answer from it."""
 
-    version: int
-    """The number of steps after which the checkpoint was saved."""
+    checkpoints: Path
+    """The folder of the checkpoint."""
+    num_steps: int
+    """The number of steps after which it was saved."""
     load_model: Callable[[], nn.Module]
     """Gives the model on the CPU, with the weights of that checkpoint."""
     examples: tuple[Any, ...]
@@ -44,9 +46,9 @@ def newest_step(checkpoints: Path) -> int:
     return steps[-1]
 
 
-def load_weights(model: nn.Module, checkpoints: Path, version: int) -> nn.Module:
-    """Load the weights of the checkpoint of ``version`` steps into ``model``, which it returns."""
-    CheckpointFolder(checkpoints).load(TrainingRun(model=model), version)
+def load_weights(model: nn.Module, checkpoints: Path, num_steps: int) -> nn.Module:
+    """Load the weights of the checkpoint of ``num_steps`` into ``model``, which it returns."""
+    CheckpointFolder(checkpoints).load(TrainingRun(model=model), num_steps)
     return model
 
 

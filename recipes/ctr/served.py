@@ -55,13 +55,14 @@ def served_best(
         output: of the run.
     """
     best = best_seed(config, build, output)
-    version = newest_step(best.checkpoints)
+    num_steps = newest_step(best.checkpoints)
 
     splits = read(best.seed)
     dense, sparse, _ = splits.rows.batch(splits.test[:NUM_EXAMPLES])
     return ServedRun(
-        version=version,
-        load_model=lambda: load_weights(build(best.seed), best.checkpoints, version),
+        checkpoints=best.checkpoints,
+        num_steps=num_steps,
+        load_model=lambda: load_weights(build(best.seed), best.checkpoints, num_steps),
         examples=(dense, sparse),
         request=click_request(dense, sparse),
     )

@@ -14,16 +14,17 @@ from torchembed.data import Split
 def served(config: DlrmConfig, output: Path) -> ServedRun:
     """The newest model, which gives the probability of a click, asked of validation rows."""
     checkpoints = output / "checkpoint"
-    version = newest_step(checkpoints)
+    num_steps = newest_step(checkpoints)
     rows = open_split(config, Split.VALIDATION)
 
     def load_model() -> nn.Module:
         model = build_model(config, rows, torch.device("cpu"))
-        return load_weights(model, checkpoints, version)
+        return load_weights(model, checkpoints, num_steps)
 
     dense, sparse, _ = next(iter(rows))
     return ServedRun(
-        version=version,
+        checkpoints=checkpoints,
+        num_steps=num_steps,
         load_model=load_model,
         examples=(dense, sparse),
         request=click_request(dense, sparse),

@@ -22,10 +22,17 @@ _WINDOW_SECONDS = 2.0
 
 
 @contextlib.contextmanager
-def running_trainer(recipe: str, run: Path, brokers: str, name: str) -> Iterator[None]:
-    """A process that trains a run on and publishes it, ended with the context."""
+def running_trainer(
+    recipe: str, run: Path, brokers: str, name: str, version: int
+) -> Iterator[None]:
+    """A process that trains a run on and publishes it, ended with the context.
+
+    Args:
+        name: of the deployed model.
+        version: that is deployed of it.
+    """
     command = [sys.executable, "-m", "recipes.live.trainer", recipe, str(run)]
-    command += ["--kafka", brokers, "--name", name]
+    command += ["--kafka", brokers, "--name", name, "--version", str(version)]
     # The server and the load want processors, too.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)

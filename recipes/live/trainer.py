@@ -1,7 +1,8 @@
 """Trains a run on, and publishes what it learns: ``python -m recipes.live.trainer``.
 
 It goes on from the newest checkpoint of the run, over the training rows again and again, and saves
-nothing. SIGTERM ends it.
+nothing. Versions that it publishes are the deployed one and the number of steps since. SIGTERM ends
+it.
 """
 
 import argparse
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--kafka", required=True)
     parser.add_argument("--name", required=True, help="of the deployed model")
+    parser.add_argument("--version", type=int, required=True, help="that is deployed of it")
     parser.add_argument("--publish-every", type=int, default=8, help="steps")
     given = parser.parse_args()
     arguments = earlier_arguments(given.run, given.recipe)
@@ -54,8 +56,8 @@ def main() -> None:
     model = build_model(config, rows, torch.device("cpu"))
     optimizers = build_optimizers(config, model)
     checkpoints = CheckpointFolder(given.run / "checkpoint")
-    num_steps = checkpoints.steps()[-1]
-    checkpoints.load(TrainingRun(model=model, optimizers=optimizers), num_steps)
+    checkpoints.load(TrainingRun(model=model, optimizers=optimizers))
+    version = given.version
     with (
         TrainPipeline(model, binary_cross_entropy, optimizers) as pipeline,
         BackgroundLoader(rows, num_ahead=config.read_ahead) as loader,
@@ -65,9 +67,9 @@ def main() -> None:
         batches = itertools.chain.from_iterable(itertools.repeat(loader))
         while not stop.is_agreed:
             train(pipeline, batches, max_steps=given.publish_every, stop=stop)
-            num_steps += given.publish_every
+            version += given.publish_every
             # Of static tables nobody knows which rows a step has changed.
-            publisher.publish(num_steps, whole=not config.dynamic)
+            publisher.publish(version, whole=not config.dynamic)
 
 
 if __name__ == "__main__":

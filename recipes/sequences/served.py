@@ -42,12 +42,13 @@ def served_sequences(
     if not trained:
         raise no_checkpoint(output)
     seed = trained[-1]
-    version = newest_step(folders[seed])
+    num_steps = newest_step(folders[seed])
 
     windows = HistoryWindows(data, max_length=config.max_length, num_left_out=0)
     return ServedRun(
-        version=version,
-        load_model=lambda: load_weights(build(seed), folders[seed], version),
+        checkpoints=folders[seed],
+        num_steps=num_steps,
+        load_model=lambda: load_weights(build(seed), folders[seed], num_steps),
         examples=(_impressions(windows, NUM_EXAMPLES),),
         request=_request(_impressions(windows, NUM_ASKED)),
     )

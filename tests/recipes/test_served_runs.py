@@ -1,6 +1,7 @@
 """Runs of all recipes that can be served, deployed and asked in this process."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,25 @@ def loaded(model: nn.Module, checkpoint: Path) -> nn.Module:
             parameter.fill_(torch.nan)
     CheckpointFolder(checkpoint).load(TrainingRun(model=model))
     return model.eval()
+
+
+def test_what_is_served_is_the_newest_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_data.write_frappe(tmp_path)
+    models, first, second = (tmp_path / name for name in ("models", "first", "second"))
+    arguments = ["lr.frappe", "--data", tmp_path, "--output", first, *CLICKS[:-1]]
+    (steps,) = CheckpointFolder(run_of(capsys, *arguments)).steps()
+    shutil.copytree(first, second)  # another run of as many steps
+    served = [first, first, second, second, first]
+    versions = [deploy_run("lr.frappe", run, models).version for run in served]
+    assert versions == [steps, steps, steps + 1, steps + 1, steps + 2]
+    with ModelRepository(models, options_over(MemoryStore())) as repository:
+        repository.load("lr.frappe")
+        assert repository.versions("lr.frappe") == [str(steps + 2)]
+    # Nothing says what was deployed.
+    (tmp_path / "lr.frappe.deployed.json").unlink()
+    assert deploy_run("lr.frappe", first, models).version == steps + 3
 
 
 @pytest.mark.parametrize(
