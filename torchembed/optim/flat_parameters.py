@@ -1,6 +1,7 @@
 """Parameters as views of one flat buffer, and their gradients of another."""
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from torchembed.core.own_storage import with_own_storage
 from torchembed.optim.shared_storages import cast_shared, shared_storages
 from torchembed.tables import table_of
 
+_dtype_of, _version_of = operator.attrgetter("dtype"), operator.attrgetter("_version")
 _ALIGNMENT = 128
 """Elements. Every parameter begins at a multiple of 256 bytes or more, as cuBLAS's kernels want."""
 
@@ -129,8 +131,9 @@ class FlatParameters:
             RuntimeError: if a parameter has other memory than this object gave it, or another
                 dtype or device.
         """
-        addresses = [parameter.data_ptr() for parameter in self.parameters]
-        dtypes = {parameter.dtype for parameter in self.parameters}
+        # Each replay asks, so that C code goes over the parameters.
+        addresses = list(map(Tensor.data_ptr, self.parameters))
+        dtypes = set(map(_dtype_of, self.parameters))
         if addresses != self._addresses or dtypes != {self.values.dtype}:
             changed = next(filter(self._is_foreign, self.parameters), None)
             if changed is not None:
@@ -138,7 +141,7 @@ class FlatParameters:
                     f"a parameter of shape {tuple(changed.shape)} was moved, cast or replaced "
                     "after its optimizer was made; make the optimizer after that"
                 )
-        versions = [parameter._version for parameter in self.parameters]
+        versions = list(map(_version_of, self.parameters))
         if versions == self._versions:
             return
         if self.values is not self.master:

@@ -238,7 +238,8 @@ class Assumptions:
 
     def _model_now(self) -> tuple[list[object], list[int], list[bool], list[bool]]:
         forms: list[object] = [table_set.current_form() for table_set in self._table_sets]
-        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        # Each step asks, so that C code goes over the parameters.
+        addresses = list(map(Tensor.data_ptr, self._parameters))
         are_trained = [parameter.requires_grad for parameter in self._parameters]
         return forms, addresses, are_trained, [module.training for module in self._modules]
 
