@@ -1,8 +1,9 @@
 """One suite for every lane: the device, the lane, sizes that fit it, and poisoned memory."""
 
+import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 # Before torch is imported: one thread each, and matrix products that repeat their bits.
@@ -43,6 +44,18 @@ def pytest_report_header(config: pytest.Config) -> str:
     lane = lanes.required_lane() or "none required"
     library = "loaded" if _native.load_error() is None else f"not used ({_native.load_error()})"
     return f"torchembed: device {config.getoption('--device')}, lane {lane}, C++ library {library}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What modules hold as they are imported lasts as long as the process: the collector looks at
+    it neither now, again and again, nor during the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
