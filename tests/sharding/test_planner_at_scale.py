@@ -15,7 +15,7 @@ from torchembed import optim
 from torchembed.sharding import H200, Placement, Planner, PlanReport, Topology
 
 TABLES, HOTNESS = dlrm_dcnv2()
-NUM_RANKS = (1, 8, 64, 1024)
+NUM_RANKS = (1, 8, 256, 1024)
 # Without parallelism a whole model of 195 GiB has to fit.
 ROOMY_BYTES = 256 << 30
 
