@@ -161,6 +161,14 @@ def test_a_state_of_another_kind_is_refused(
         loaded(make(device).parameters(), lr=0.1).load_state_dict(state)  # type: ignore[call-arg]
 
 
+def test_a_state_of_torchs_optimizer_is_refused() -> None:
+    module = make("cpu")
+    saved = torch.optim.Adagrad(module.parameters()).state_dict()
+    ours = Adagrad(module.parameters())
+    with pytest.raises(ValueError, match=r"with max_gradient; .* of torch cannot be loaded"):
+        ours.load_state_dict(saved)
+
+
 def test_pending_gradients_survive_saving(device: torch.device) -> None:
     module, expected = make(device), make(device)
     optimizers = [SGD(m.parameters(), lr=0.1) for m in (module, expected)]

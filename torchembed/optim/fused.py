@@ -20,7 +20,7 @@ from torchembed.optim.hyperparameters import (
     rule_numbers,
 )
 from torchembed.optim.loss_scaling import overflow_flag
-from torchembed.optim.table_state import check_table_state
+from torchembed.optim.table_state import check_own_groups, check_table_state
 from torchembed.tables import (
     RecordedGradients,
     Table,
@@ -347,11 +347,12 @@ class FusedOptimizer(ReplayedOptimizer):
         """Copy hyperparameters and every table's state from ``state_dict``, in place.
 
         Raises:
-            ValueError: if parameter groups, state names or shapes do not match; nothing is
-                changed then.
+            ValueError: if parameter groups, state names or shapes do not match, or the state is
+                that of an optimizer of torch; nothing is changed then.
             TypeError: for tables on disk; likewise.
         """
         self._check_whole()
+        check_own_groups(state_dict["param_groups"])
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._publish_state()
         self._write_back()

@@ -1,6 +1,7 @@
 """The state of a table in the state dict of its optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -16,3 +17,14 @@ def check_table_state(name: str, loaded: Mapping[str, Tensor], own: Mapping[str,
                 f"state {key} of table {name} must have shape {tuple(tensor.shape)}, "
                 f"got {tuple(loaded[key].shape)}"
             )
+
+
+def check_own_groups(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` unless the loaded parameter ``groups`` are of an optimizer of tables,
+    all of which have ``max_gradient``, and those of torch none."""
+    if any("max_gradient" not in group for group in groups):
+        raise ValueError(
+            "param_groups of the state must be of an optimizer of torchembed's tables, with "
+            "max_gradient; the state of an optimizer of torch cannot be loaded: begin without it, "
+            "or go on with torch's optimizer"
+        )
