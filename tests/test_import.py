@@ -50,8 +50,8 @@ def test_import_adds_its_own_lower_rooms_to_torch_and_numpy() -> None:
     assert {"core", "ops", "modules"} <= rooms
     assert rooms.isdisjoint(LATER_ROOMS)
     assert [name for name in ours if name.startswith(LATER_FOLDERS)] == []
-    # Each costs about a millisecond. There were 255 once the largest parts were imported later.
-    assert len(ours) <= 262
+    # Each costs about a millisecond. There were 268 once the largest parts were imported later.
+    assert len(ours) <= 275
 
 
 @pytest.mark.parametrize("package", [torchembed, torchembed.modules, torchembed.stores])
