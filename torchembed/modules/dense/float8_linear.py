@@ -30,7 +30,7 @@ def use_float8_products(model: nn.Module, *, least_width: int = LEAST_WIDTH) -> 
 
     Args:
         model: changed in place.
-        least_width: of layers that gain from it on a GPU; quantizing costs narrow ones more.
+        least_width: of the layers to change; in narrow ones products save less than rounding costs.
 
     Returns:
         The names of the layers in ``model``.
