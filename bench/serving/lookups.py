@@ -51,6 +51,11 @@ class Setting:
     num_calls: int = 1_000
     """Timed calls of the smallest lookups and forwards; of larger ones as many as take a second."""
     batch_sizes: tuple[int, ...] = (32, 1024, 65_536)
+    captures: bool = True
+    """Whether served forwards are CUDA graphs."""
+    matmul_precision: str = "highest"
+    """Of float32 matrix products of all forwards, as ``torch.set_float32_matmul_precision`` has
+    it."""
     large_rows: int = 4_000_000
     """Rows of the table whose cache holds a tenth of them."""
     large_keys: int = 1 << 20
@@ -96,6 +101,9 @@ def _small_lookups(setting: Setting, device: torch.device) -> None:
             print(f"launches of LeveledLookup.look_up: {launches}")
             call = _synchronized(lambda: lookup.look_up(asked, of_tables), device)
             _print_times(f"look_up, {what}", call, setting)
+            on_host = asked.cpu(), of_tables.cpu()
+            call = _synchronized(lambda: lookup.look_up(*on_host), device)
+            _print_times(f"look_up, {what} in memory of the host", call, setting)
             call = _synchronized(lambda: cache.look_up(asked, of_tables), device)
             _print_times(f"of the cache alone, {what}", call, setting)
             if device.type != "cuda":
@@ -116,6 +124,7 @@ def _small_lookups(setting: Setting, device: torch.device) -> None:
 def _forwards(setting: Setting, device: torch.device) -> None:
     """DLRM-DCNv2 from arrays to arrays, served and by plain PyTorch."""
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision(setting.matmul_precision)
     names = [f"f{n}" for n in range(setting.num_tables)]
     configs = [
         torchembed.EmbeddingBagConfig(
@@ -148,7 +157,8 @@ def _forwards(setting: Setting, device: torch.device) -> None:
             levels = RowLevels([store], list(served))
             return LeveledLookup(cache, levels, hit_rate_threshold=2.0)
 
-        options = ModelOptions(make_lookup=make, device=device)
+        sizes = setting.batch_sizes if setting.captures else ()
+        options = ModelOptions(make_lookup=make, device=device, captured_sizes=sizes)
         plain = model.to(device)
         with ModelRepository(Path(folder), options) as repository:
             repository.start()

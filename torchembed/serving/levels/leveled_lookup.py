@@ -9,7 +9,13 @@ from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures
-from torchembed.serving.levels.embedding_cache import CacheKind, EmbeddingCache, FoundRows
+from torchembed.serving.levels.captured_lookups import CapturedLookups
+from torchembed.serving.levels.embedding_cache import (
+    CachedRows,
+    CacheKind,
+    EmbeddingCache,
+    FoundRows,
+)
 from torchembed.serving.levels.feature_plan import FeaturePlan, num_of_samples
 from torchembed.serving.levels.feature_pooling import pool_cached, pool_rows
 from torchembed.serving.levels.level_rules import LoadedPart
@@ -96,8 +102,17 @@ class LeveledLookup:
         self._totals = LookupTotals()
         self._missing = None if levels is None else MissingRows(cache, levels, self._totals)
         self._behind = WorkBehind(cache, self._missing, self._totals)
+        self._captured: CapturedLookups | None = None
+        if self.is_capturable and cache.device.type == "cuda":
+            self._captured = CapturedLookups(cache)
 
-    @torch.no_grad()
+    @property
+    def is_capturable(self) -> bool:
+        """True where lookups may be replayed as CUDA graphs. Others wait for no GPU, have their
+        rows moved behind, or are of several GPUs."""
+        is_awaited = self.cache.kind is CacheKind.DYNAMIC and self._threshold > 0
+        return is_awaited and len(self.cache.devices) == 1
+
     def look_up(self, keys: Tensor, tables: Tensor) -> LookedUpRows:
         """Look up one row for each id.
 
@@ -116,18 +131,23 @@ class LeveledLookup:
         checks.check_dim("keys", keys, 1)
         checks.check_dtype("tables", tables, (torch.int32,), "call .int()")
         checks.check_numel("tables", tables, keys.numel(), "as keys has")
-        device = self.cache.device
-        keys, places = keys.to(device), tables.to(device)
-        with self._totals.timed(Stage.CACHE), self.cache.access.reading():
-            rows, is_default, _, found = self.cache.look_up(keys, places)
-        for part in self._settle(keys, places, found):
-            dim = part.rows.shape[1]
-            rows[part.positions, :dim] = part.rows
-            is_default = is_default.index_copy(0, part.positions, ~part.is_found)
-        return LookedUpRows(rows, is_default)
+        self.count(keys.numel())
+        cached = None
+        if self._captured is not None:
+            with self._totals.timed(Stage.CACHE):
+                cached = self._captured.look_up(keys, tables)
+            if cached is not None and not int(cached.num_missing):
+                return LookedUpRows(cached.rows, cached.is_missing)
+        return self._look_up_in_levels(keys, tables, cached)
 
     @torch.no_grad()
-    def pooled(self, features: SparseFeatures, served: Sequence[ServedFeature]) -> PooledFeatures:
+    def pooled(
+        self,
+        features: SparseFeatures,
+        served: Sequence[ServedFeature],
+        *,
+        is_use: bool = True,
+    ) -> PooledFeatures:
         """Look up and pool features.
 
         Sums are float32, in the order of the ids; a mean is divided by the number of a bag's ids,
@@ -136,6 +156,8 @@ class LeveledLookup:
         Args:
             features: B samples, on any device.
             served: the features that are looked up, each with its table and pooling.
+            is_use: False where the cache has noted their use already: after a
+                :class:`CachedPooling` that missed some.
 
         Returns:
             On the cache's device.
@@ -148,8 +170,9 @@ class LeveledLookup:
         if plan is None:
             plan = self._plans[order] = FeaturePlan(self.cache, features.keys, served)
         keys, places = features.values.long(), plan.tables_of(features)
+        self.count(keys.numel())
         with self._totals.timed(Stage.CACHE), self.cache.access.reading():
-            found = self.cache.find(keys, places, reads=plan.reads(features))
+            found = self.cache.find(keys, places, is_use=is_use, reads=plan.reads(features))
             vectors = pool_cached(features, plan, self.cache, found)
         fetched, is_default = self._settle(keys, places, found), found.is_missing
         if fetched:
@@ -261,6 +284,11 @@ class LeveledLookup:
         self._totals.add(Count.REFRESHED_ROWS, num_rows)
         return num_rows
 
+    def count(self, num_ids: int) -> None:
+        """Count a lookup, which a :class:`CachedPooling` may have answered."""
+        self._totals.add(Count.LOOKUPS)
+        self._totals.add(Count.REQUESTED, num_ids)
+
     def wait_for_insertions(self) -> None:
         """Return when the rows that lookups have missed by now are inserted."""
         self._behind.wait()
@@ -302,12 +330,27 @@ class LeveledLookup:
         else:
             self.cache.update(place, keys, lines)
 
+    @torch.no_grad()
+    def _look_up_in_levels(
+        self, keys: Tensor, tables: Tensor, cached: CachedRows | None
+    ) -> LookedUpRows:
+        """The answer of :meth:`look_up`, after what the cache has given to it, if it was asked."""
+        device = self.cache.device
+        keys, places = keys.to(device), tables.to(device)
+        if cached is None:
+            with self._totals.timed(Stage.CACHE), self.cache.access.reading():
+                cached = self.cache.look_up(keys, places)
+        rows, is_default, _, found = cached
+        for part in self._settle(keys, places, found):
+            dim = part.rows.shape[1]
+            rows[part.positions, :dim] = part.rows
+            is_default = is_default.index_copy(0, part.positions, ~part.is_found)
+        return LookedUpRows(rows, is_default)
+
     def _settle(self, keys: Tensor, tables: Tensor, found: FoundRows) -> list[FetchedRows]:
         """What the answer to ids that were not cached is to have beside default rows; of others
         nothing is needed, or they are inserted behind."""
         totals, missing = self._totals, self._missing
-        totals.add(Count.LOOKUPS)
-        totals.add(Count.REQUESTED, keys.numel())
         if self.cache.kind is CacheKind.UVM:
             self._behind.keep(found)
         if self.cache.device.type == "cuda" and (missing is None or self._threshold == 0):

@@ -5,6 +5,7 @@ import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ from torchembed.serving.models.errors import ModelFolderError
 
 PROGRAM_FILE = "dense.pt2"
 WEIGHTS_FILE = "dense.safetensors"
+
+
+class DenseWeights(NamedTuple):
+    """The weights of a dense part, with the version that answers by them have."""
+
+    tensors: tuple[Tensor, ...]
+    version: str
 
 
 class DenseProgram:

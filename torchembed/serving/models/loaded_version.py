@@ -1,46 +1,36 @@
 """A version of a model that is loaded and answers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchembed.core.types import Pooling
-from torchembed.modules.dense_part.forms import DEFAULT_ROWS, Argument, ArgumentKind, Combining
+from torchembed.modules.dense_part.forms import DEFAULT_ROWS, Argument, ArgumentKind
 from torchembed.serving.interface import Answer, InvalidRequestError, ModelForm
-from torchembed.serving.levels import LeveledLookup, ServedFeature
+from torchembed.serving.levels import LeveledLookup
+from torchembed.serving.models.captured_forward import (
+    CapturedForwards,
+    MissedRowsError,
+    can_be_captured,
+    unused_argument,
+    vectors_argument,
+)
 from torchembed.serving.models.dense_program import (
     PROGRAM_FILE,
     WEIGHTS_FILE,
     DenseProgram,
+    DenseWeights,
     load_program,
     read_weights,
 )
 from torchembed.serving.models.description import ModelDescription
+from torchembed.serving.models.lookup_parts import lookup_parts
 from torchembed.serving.models.request import Request, as_tensor, check_request, lookup_features
 
-_POOLING = {Combining.SUM: Pooling.SUM, Combining.MEAN: Pooling.MEAN, Combining.EACH: None}
 _WARM_SAMPLES = (1, 2)
 """Numbers of samples of the requests that are answered before any other."""
-
-
-class DenseWeights(NamedTuple):
-    """The weights of a dense part, with the version that answers by them have."""
-
-    tensors: tuple[Tensor, ...]
-    version: str
-
-
-class _LookupPart(NamedTuple):
-    """The lookups of a model that one call makes."""
-
-    leveled: LeveledLookup
-    numbers: list[int]
-    """Places among the description's lookups."""
-    features: list[ServedFeature]
 
 
 class LoadedVersion:
@@ -52,6 +42,7 @@ class LoadedVersion:
         lookups: by the name of each of its tables in the description.
         store_names: the name of each table in its lookup, likewise.
         device: of the dense part.
+        captured_sizes: as :class:`ModelOptions` has it.
 
     Raises:
         ModelFolderError: where the dense part cannot be read.
@@ -64,6 +55,7 @@ class LoadedVersion:
         lookups: Mapping[str, LeveledLookup],
         store_names: Mapping[str, str],
         device: torch.device,
+        captured_sizes: Sequence[int] = (),
     ) -> None:
         self.description, self._device = description, device
         self.form: ModelForm = description.form()
@@ -72,7 +64,12 @@ class LoadedVersion:
         self.weights = DenseWeights(tuple(tensors), str(description.version))
         """Those that the next request is answered by; assigned as a whole, so that no answer mixes
         two."""
-        self._parts = list(_parts(description, lookups, store_names))
+        self._parts = list(lookup_parts(description, lookups, store_names))
+        self._captured: CapturedForwards | None = None
+        if captured_sizes and can_be_captured(description, self._parts, device):
+            self._captured = CapturedForwards(
+                description, self._parts[0], self._program, self.weights, captured_sizes
+            )
 
     def with_weights(self, tensors: Mapping[str, Tensor], version: int) -> DenseWeights:
         """Weights on the device for :attr:`weights`, copied from ``tensors``.
@@ -113,21 +110,28 @@ class LoadedVersion:
 
     def answer_request(self, request: Request, outputs: Sequence[str] | None = None) -> Answer:
         """The answer to a request that was checked."""
-        weights = self.weights
+        weights, is_use = self.weights, True
+        if self._captured is not None:
+            try:
+                arrays = self._captured.answer(request, weights)
+            except MissedRowsError:
+                is_use = False
+            else:
+                if arrays is not None:
+                    num_default = np.zeros(request.num_samples, dtype=np.int32)
+                    return _answer(arrays, num_default, weights, outputs)
         vectors: dict[int, Tensor] = {}
         num_default = np.zeros(request.num_samples, dtype=np.int32)
         for part in self._parts:
             features = lookup_features(self.description, request, part.numbers)
-            found = part.leveled.pooled(features, part.features)
+            found = part.leveled.pooled(features, part.features, is_use=is_use)
             vectors |= {n: found.vectors[str(n)].to(self._device) for n in part.numbers}
             num_default += found.num_default_rows.cpu().numpy()
         arguments = [self._argument(a, request, vectors) for a in self.description.arguments]
         results = self._program.run(weights.tensors, arguments)
         names = [output.name for output in self.description.outputs]
         arrays = {n: r.cpu().numpy() for n, r in zip(names, results, strict=True)}
-        arrays[DEFAULT_ROWS] = num_default
-        wanted = arrays if outputs is None else {name: arrays[name] for name in outputs}
-        return Answer(wanted, weights.version, int(num_default.sum()))
+        return _answer(arrays, num_default, weights, outputs)
 
     def warm(self) -> None:
         """Answer made-up requests, so that the first real one finds all compiled and in memory."""
@@ -155,37 +159,19 @@ class LoadedVersion:
             case ArgumentKind.LENGTHS:
                 return as_tensor(request.features[argument.name].lengths).to(self._device)
             case ArgumentKind.UNUSED:
-                shape = [request.num_samples if n < 0 else n for n in argument.shape]
-                dtype = getattr(torch, argument.dtype.removeprefix("torch."))
-                return torch.zeros(shape, dtype=dtype, device=self._device)
+                return unused_argument(argument, request.num_samples, self._device)
             case ArgumentKind.VECTORS:
-                lookup = self.description.lookups[argument.lookup]
-                hotness = self.description.feature(lookup.feature).hotness
                 found = vectors[argument.lookup]
-                # Of features that came as jagged ones the program takes the ids one after another.
-                is_each = lookup.combining is Combining.EACH and not argument.shape
-                if is_each and hotness is not None:
-                    return found.view(request.num_samples, hotness, -1)
-                # Programs index the vectors of jagged ids: without any there is one of no id.
-                return found if len(found) else found.new_zeros(1, *found.shape[1:])
+                return vectors_argument(self.description, argument, found, request.num_samples)
 
 
-def _parts(
-    description: ModelDescription,
-    lookups: Mapping[str, LeveledLookup],
-    store_names: Mapping[str, str],
-) -> Iterator[_LookupPart]:
-    """The lookups of ``description``, those of one :class:`LeveledLookup` together."""
-    parts: dict[int, _LookupPart] = {}
-    for number, lookup in enumerate(description.lookups):
-        leveled = lookups[lookup.table]
-        part = parts.setdefault(id(leveled), _LookupPart(leveled, [], []))
-        part.numbers.append(number)
-        part.features.append(
-            ServedFeature(
-                name=str(number),
-                table=store_names[lookup.table],
-                pooling=_POOLING[lookup.combining],
-            )
-        )
-    yield from parts.values()
+def _answer(
+    arrays: dict[str, np.ndarray],
+    num_default: np.ndarray,
+    weights: DenseWeights,
+    outputs: Sequence[str] | None,
+) -> Answer:
+    """The answer of the ``outputs`` that are wanted."""
+    arrays[DEFAULT_ROWS] = num_default
+    wanted = arrays if outputs is None else {name: arrays[name] for name in outputs}
+    return Answer(wanted, weights.version, int(num_default.sum()))

@@ -31,6 +31,10 @@ class ModelOptions:
     ``VolatileMemoryStore``'s."""
     device: torch.device = torch.device("cpu")
     """Device of the dense part."""
+    captured_sizes: tuple[int, ...] = ()
+    """Numbers of samples for which whole answers are captured in CUDA graphs, which answer requests
+    of at most as many samples whose rows are all cached; none for no graphs. Models of jagged
+    features or weights of ids are computed without."""
     row_format: RowFormat = RowFormat.FP32
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """By table: each element of the row that ids without one are answered by, in place of what the
@@ -51,4 +55,8 @@ class ModelOptions:
         if self.num_latest_versions < 1:
             raise ValueError(
                 f"num_latest_versions must be at least 1, got {self.num_latest_versions}"
+            )
+        if min(self.captured_sizes, default=1) < 1:
+            raise ValueError(
+                f"captured_sizes must be at least 1 sample each, got {self.captured_sizes}"
             )

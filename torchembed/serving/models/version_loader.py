@@ -95,6 +95,7 @@ class VersionLoader:
                 {table: lookups[served.name] for table, (served, _) in tables.items()},
                 {table: served.name for table, (served, _) in tables.items()},
                 options.device,
+                options.captured_sizes,
             )
             version.warm()
             answering = version

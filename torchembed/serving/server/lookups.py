@@ -22,6 +22,7 @@ def model_options(config: ModelConfig, stack: StoreStack) -> ModelOptions:
         make_lookup=_lookups(config, stack),
         row_bytes=stack.row_bytes,
         device=torch.device(_devices(config.cache)[0]),
+        captured_sizes=config.captured_sizes,
         row_format=config.cache.row_format,
         defaults=config.default_values,
         hugectr_folders={t: rows.folders for t, rows in config.hugectr_rows.items()},
