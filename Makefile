@@ -23,7 +23,7 @@ READY :=
 else
 PYTHON := .venv/bin/python
 checked = true
-READY := .venv/.native
+READY := .venv/.installed
 endif
 
 # Tests of one file share what is costly to make, so they stay in one process; the longest files
@@ -35,9 +35,10 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(
   --no-loadscope-reorder --max-worker-restart 0
 # Whatever was built must also be what runs.
 NATIVE_LANE = $(shell test ! -e torchembed/_C.abi3.so || echo TORCHEMBED_LANE=native)
-# What the interpreter can tell of kernels: all but how the compiler of Triton, and torch's, takes
-# them, which is alike for all kernels of an operation.
-INTERPRETED = -k 'not compiles' tests/ops tests/triton_kernels tests/sharding/test_push.py
+# What lanes can tell of kernels: all but how the compilers of Triton and of torch take operations,
+# which is alike for all kernels of one, and tested in the native lane.
+INTERPRETED = -k 'not compile' tests/ops tests/triton_kernels tests/sharding/test_push.py
+REFERENCE = -k 'not compile' tests/ops
 
 .PHONY: help
 help: ## Print this list
@@ -66,7 +67,7 @@ test: $(READY) ## Run the CPU suite in each of its lanes
 	@$(call checked,test)
 	$(strip $(NATIVE_LANE) $(PYTEST))
 	TRITON_INTERPRET=1 TORCHEMBED_LANE=triton $(PYTEST) $(INTERPRETED)
-	TORCHEMBED_FORCE_REFERENCE=1 TORCHEMBED_LANE=reference $(PYTEST) tests/ops
+	TORCHEMBED_FORCE_REFERENCE=1 TORCHEMBED_LANE=reference $(PYTEST) $(REFERENCE)
 
 # The interpreter is not instrumented, so AddressSanitizer is loaded before it; and, beside it, the
 # C++ runtime, for AddressSanitizer to find what throws exceptions.
@@ -83,21 +84,21 @@ sanitize: $(READY) ## Test operations on a C++ library that checks its accesses 
 	TORCHEMBED_LANE=native $(PYTEST) tests/ops
 
 .PHONY: lint
-lint: .venv/.native ## Run the linters and the type checker
+lint: .venv/.installed ## Run the linters and the type checker
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/pyright
-	.venv/bin/lint-imports
 	.venv/bin/clang-format --dry-run --Werror $(SOURCES)
+	.venv/bin/lint-imports
+	.venv/bin/pyright
 
 .PHONY: format
-format: .venv/.native ## Format Python and C++, and fix what the linter can fix
+format: .venv/.installed ## Format Python and C++, and fix what the linter can fix
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 	.venv/bin/clang-format -i $(SOURCES)
 
 .PHONY: docs
-docs: .venv/.native ## Build the site of docs/ into build/site
+docs: .venv/.installed ## Build the site of docs/ into build/site
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --config-file docs/site/mkdocs.yml
 	@echo 'Open build/site/index.html'
 
@@ -106,20 +107,38 @@ native: $(READY) ## Build the C++ library in place
 	@$(call checked,native)
 	$(PYTHON) setup.py --quiet build_ext --inplace
 
-.venv/.installed: torchembed/core/versions.py pyproject.toml
+# The environment in four steps, of which `make -j` takes the two in the middle side by side. Modules
+# are compiled when they are first imported: most never are.
+EXTRAS = recipes mlperf serving export docs test bench dev
+PIP = .venv/bin/pip install -qq --no-compile
+LIST_REQUIREMENTS = import sys, tomllib; \
+  project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  extras = [project["optional-dependencies"][name] for name in sys.argv[1:]]; \
+  print(*sum(extras, project["dependencies"]), sep="\n")
+
+.venv/.torch: torchembed/core/versions.py
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "torchembed needs Python 3.11 or later")'
 	@echo 'Setting up .venv: a few minutes, once'
 	python3 -m venv .venv
 	python3 torchembed/core/versions.py --requirements $(DEVICE) > .venv/pins.txt
-	.venv/bin/pip install -qq -r .venv/pins.txt
-	.venv/bin/pip install -qq --no-build-isolation -c .venv/pins.txt \
-	  -e '.[recipes,mlperf,serving,export,docs,test,bench,dev]'
-	.venv/bin/pip install -qq --no-deps \
-	  $$(python3 torchembed/core/versions.py --requirements-without-dependencies)
+	$(PIP) -r .venv/pins.txt
 	touch $@
 
-.venv/.native: .venv/.installed setup.py $(SOURCES)
-	.venv/bin/python setup.py --quiet build_ext --inplace
+.venv/.packages: .venv/.torch pyproject.toml
+	@python3 -c '$(LIST_REQUIREMENTS)' $(EXTRAS) > .venv/requirements.txt
+	$(PIP) -c .venv/pins.txt -r .venv/requirements.txt
+	$(PIP) --no-deps $$(python3 torchembed/core/versions.py --requirements-without-dependencies)
+	touch $@
+
+# Kernels for GPUs take most of the build's time, and nothing runs them without one;
+# tests/packaging/test_distributions.py compiles them all the same.
+.venv/.native: .venv/.torch setup.py $(SOURCES)
+	TORCHEMBED_WITHOUT_CUDA=$(if $(filter cpu,$(DEVICE)),1,0) \
+	  .venv/bin/python setup.py --quiet build_ext --inplace
+	touch $@
+
+.venv/.installed: .venv/.packages .venv/.native
+	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
 .PHONY: clean

@@ -37,6 +37,10 @@ alone, since AddressSanitizer does not see the memory of a GPU."""
 # torch loads: an exception's message would be formatted by functions of both, which crashes.
 LINK_FLAGS = ("-Wl,--exclude-libs,ALL",) if sys.platform == "linux" else ()
 
+WITHOUT_CUDA = os.environ.get("TORCHEMBED_WITHOUT_CUDA", "0") == "1"
+"""True where kernels for GPUs are left out although a toolkit would compile them, which takes most
+of a build's time."""
+
 OPTIMIZED_FLAGS = ("-O3", "-g0")
 SANITIZED_FLAGS = (
     *("-O1", "-g1", "-fno-omit-frame-pointer"),
@@ -189,7 +193,7 @@ class PlatformWheel(bdist_wheel):
 
 
 torch_folder, compiler = find_torch(), find_compiler()
-cuda_folder = None if SANITIZED else find_cuda()
+cuda_folder = None if SANITIZED or WITHOUT_CUDA else find_cuda()
 extensions = []
 if compiler is None:
     warnings.warn(
