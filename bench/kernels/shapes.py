@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,9 +49,11 @@ _UNPOOLED = Shape(pooling=None, batch_size=1024, hotness=20)
 _replace = dataclasses.replace
 
 SHAPES = (
-    *(_replace(_JAGGED, dim=dim) for dim in (16, 32, 64, 128, 256, 512)),
-    *(_replace(_JAGGED, rule=rule) for rule in (SGD, ADAGRAD, ADAM)),
-    _replace(_JAGGED, dim=128, rule=ADAM),
+    *(_replace(_JAGGED, dim=dim) for dim in (16, 32, 64, 96, 128, 256, 512)),
+    *(
+        _replace(_JAGGED, dim=dim, rule=rule)
+        for dim, rule in itertools.product((32, 64, 96, 128), (SGD, ADAGRAD, ADAM))
+    ),
     _replace(_JAGGED, dim=256, rule=ADAGRAD),
     _replace(_JAGGED, dim=256, rule=ADAM),
     _replace(_JAGGED, dtype=_HALF),
