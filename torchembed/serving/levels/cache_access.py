@@ -50,12 +50,12 @@ class CacheAccess:
             self._num_readers += 1
         try:
             for gpu, event in self._writes.items():
-                torch.cuda.current_stream(gpu).wait_event(event)
+                self.stream_of(gpu).wait_event(event)
             yield
         finally:
             with self._changed:
                 for gpu in self._gpus:
-                    stream = torch.cuda.current_stream(gpu)
+                    stream = self.stream_of(gpu)
                     place = gpu, stream.cuda_stream
                     event = self._reads.get(place)
                     if event is None:

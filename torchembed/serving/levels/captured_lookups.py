@@ -12,8 +12,8 @@ from torchembed.step.graph_capture import captured_graph
 _FEWEST_IDS, _MOST_IDS = 256, 8192
 """Ids of the smallest and the largest graph. A lookup of more takes longer on the GPU than in
 Python."""
-_MOST_OF_A_SIZE = 4
-"""Graphs of one size, and so lookups of it that are replayed at once."""
+_MOST_OF_A_FORM = 4
+"""Graphs of one size for ids on the device, or of the host: lookups that are replayed at once."""
 _capturing = threading.Lock()
 """Held by the one thread of the process that captures."""
 _logger = logging.getLogger(__name__)
@@ -21,59 +21,71 @@ _logger = logging.getLogger(__name__)
 
 class CapturedLookup:
     """A lookup of a fixed number of ids, captured in a CUDA graph; on a CPU, which has none, it
-    is called again. One thread at a time, which is inside ``cache.access`` but in
-    :meth:`num_missing`.
+    is called again. One thread at a time.
 
     Args:
         cache: on one device.
         num_ids: the most ids of a lookup.
+        from_host: whether ids come in memory of the host, from which the graph copies them.
 
     Raises:
         Exception: what CUDA raises where the lookup cannot be captured.
     """
 
-    def __init__(self, cache: EmbeddingCache, num_ids: int) -> None:
-        self._cache, device = cache, cache.device
-        self._keys = torch.zeros(num_ids, dtype=torch.int64, device=device)
-        self._tables = torch.full((num_ids,), -1, dtype=torch.int32, device=device)
-        self._num_given = 0
-        is_cuda = device.type == "cuda"
+    def __init__(self, cache: EmbeddingCache, num_ids: int, *, from_host: bool) -> None:
+        self._cache, self._num_ids, self._num_given = cache, num_ids, 0
+        device = cache.device
+        self._is_cuda = is_cuda = device.type == "cuda"
+        # Keys, and tables behind them, so that both are one copy.
+        key_bytes, table_bytes = num_ids * 8, num_ids * 4
+        given = torch.zeros(key_bytes + table_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        given[key_bytes:].view(torch.int32).fill_(-1)
+        self._inputs = given.to(device)
+        self._given = given if from_host else self._inputs
+        self._given_keys = self._given[:key_bytes].view(torch.int64)
+        self._given_tables = self._given[key_bytes:].view(torch.int32)
+        self._keys = self._inputs[:key_bytes].view(torch.int64)
+        self._tables = self._inputs[key_bytes:].view(torch.int32)
+        self._dim = max(table.dim for table in cache.tables)
+        num_bytes = num_ids * (1 + 4 * self._dim)
+        self._outputs = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._num_missing = torch.zeros(1, dtype=torch.int64, pin_memory=is_cuda)
         self._run()  # so that all kernels are compiled before the capture
         self._graph: torch.cuda.CUDAGraph | None = None
         if is_cuda:
-            self._done = torch.cuda.Event()
             self._graph = captured_graph(self._run, torch.cuda.Stream(device))
 
-    def enqueue(self, keys: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up ids on the current stream; arguments as :meth:`EmbeddingCache.look_up`, on any
-        device. Returns its rows and which ids are missing, in memory of their own."""
-        num_ids = keys.numel()
-        self._keys[:num_ids].copy_(keys, non_blocking=True)
-        self._tables[:num_ids].copy_(tables, non_blocking=True)
-        if num_ids < self._num_given:
-            self._tables[num_ids : self._num_given].fill_(-1)
-        self._num_given = num_ids
-        if self._graph is None:
-            self._run()
-        else:
-            self._graph.replay()
-        # Copies, since the next replay writes where this one did.
-        rows, is_missing = self._rows[:num_ids].clone(), self._is_missing[:num_ids].clone()
-        if self._graph is not None:
-            self._done.record(torch.cuda.current_stream(self._cache.device))
-        return rows, is_missing
-
-    def num_missing(self) -> Tensor:
-        """How many ids were missing, int64 ``[1]`` on the CPU; waits for the lookup, and for the
-        copies of its results."""
-        if self._graph is not None:
-            self._done.synchronize()
-        return self._num_missing.clone()
+    def look_up(self, keys: Tensor, tables: Tensor) -> CachedRows:
+        """As :meth:`CapturedLookups.look_up`."""
+        num_ids, access = keys.numel(), self._cache.access
+        with access.reading():
+            self._given_keys[:num_ids].copy_(keys, non_blocking=True)
+            self._given_tables[:num_ids].copy_(tables, non_blocking=True)
+            if num_ids < self._num_given:
+                self._given_tables[num_ids : self._num_given].fill_(-1)
+            self._num_given = num_ids
+            if self._graph is None:
+                self._run()
+            else:
+                self._graph.replay()
+            # A copy, since the next replay writes where this one did.
+            first_row = self._num_ids
+            outputs = self._outputs[: first_row + num_ids * self._dim * 4].clone()
+        if self._is_cuda:
+            access.stream_of(self._cache.device).synchronize()
+        rows = outputs[first_row:].view(torch.float32).view(num_ids, self._dim)
+        is_missing = outputs[:num_ids].view(torch.bool)
+        num_missing = self._num_missing.clone()
+        return CachedRows(rows, is_missing, num_missing, FoundRows((), is_missing, num_missing))
 
     def _run(self) -> None:
+        if self._given is not self._inputs:
+            self._inputs.copy_(self._given, non_blocking=True)
         found = self._cache.look_up(self._keys, self._tables)
-        self._rows, self._is_missing = found.rows, found.is_missing
+        # Flags, and rows behind them, likewise.
+        self._outputs[: self._num_ids].view(torch.bool).copy_(found.is_missing)
+        rows = self._outputs[self._num_ids :].view(torch.float32)
+        rows.view(self._num_ids, self._dim).copy_(found.rows)
         self._num_missing.copy_(found.num_missing, non_blocking=True)
 
 
@@ -93,9 +105,10 @@ class CapturedLookups:
         sizes = []
         while not sizes or sizes[-1] < _MOST_IDS:
             sizes.append(2 * sizes[-1] if sizes else _FEWEST_IDS)
-        self._free: dict[int, list[CapturedLookup]] = {size: [] for size in sizes}
-        self._num_left = dict.fromkeys(sizes, _MOST_OF_A_SIZE)
-        """How many more there may be of each size."""
+        forms = [(size, from_host) for size in sizes for from_host in (False, True)]
+        self._free: dict[tuple[int, bool], list[CapturedLookup]] = {form: [] for form in forms}
+        self._num_left = dict.fromkeys(forms, _MOST_OF_A_FORM)
+        """How many more there may be of each form."""
 
     def look_up(self, keys: Tensor, tables: Tensor) -> CachedRows | None:
         """As :meth:`EmbeddingCache.look_up`, for ids on any device, but that it enters the cache's
@@ -110,32 +123,30 @@ class CapturedLookups:
         if not 0 < num_ids <= _MOST_IDS:
             return None
         size = max(_FEWEST_IDS, 1 << (num_ids - 1).bit_length())
-        lookup = self._take(size)
+        form = size, not keys.is_cuda
+        lookup = self._take(form)
         if lookup is None:
             return None
         try:
-            with self._cache.access.reading():
-                rows, is_missing = lookup.enqueue(keys, tables)
-            num_missing = lookup.num_missing()
+            return lookup.look_up(keys, tables)
         finally:
-            self._free[size].append(lookup)
-        found = FoundRows((), is_missing, num_missing)
-        return CachedRows(rows, is_missing, num_missing, found)
+            self._free[form].append(lookup)
 
-    def _take(self, size: int) -> CapturedLookup | None:
+    def _take(self, form: tuple[int, bool]) -> CapturedLookup | None:
         """A lookup that no other thread has, captured where there is none and may be another."""
         try:
-            return self._free[size].pop()
+            return self._free[form].pop()
         except IndexError:
             pass
-        if not self._num_left[size] or not _capturing.acquire(blocking=False):
+        if not self._num_left[form] or not _capturing.acquire(blocking=False):
             return None
         try:
-            if not self._num_left[size]:
+            if not self._num_left[form]:
                 return None
-            self._num_left[size] -= 1
+            self._num_left[form] -= 1
+            size, from_host = form
             with self._cache.access.reading():
-                return CapturedLookup(self._cache, size)
+                return CapturedLookup(self._cache, size, from_host=from_host)
         except RuntimeError:
             self._num_left = dict.fromkeys(self._num_left, 0)
             _logger.exception("lookups in the cache are no longer captured in CUDA graphs")
