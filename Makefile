@@ -116,10 +116,12 @@ LIST_REQUIREMENTS = import sys, tomllib; \
   extras = [project["optional-dependencies"][name] for name in sys.argv[1:]]; \
   print(*sum(extras, project["dependencies"]), sep="\n")
 
+# An old pip, as that of Python 3.11, takes two minutes more to choose versions.
 .venv/.torch: torchembed/core/versions.py
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "torchembed needs Python 3.11 or later")'
 	@echo 'Setting up .venv: a few minutes, once'
 	python3 -m venv .venv
+	$(PIP) --upgrade 'pip>=25'
 	python3 torchembed/core/versions.py --requirements $(DEVICE) > .venv/pins.txt
 	$(PIP) -r .venv/pins.txt
 	touch $@
