@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchembed.core.column_copies import ColumnCopy, copies_of_parts, copies_on_device
+from torchembed.core.copies.columns import ColumnCopy, copies_of_parts, copies_on_device
 from torchembed.triton_kernels.push import launch_copy_rectangles
 
 
@@ -17,10 +17,9 @@ def launch_join_columns(
 ) -> Tensor:
     """``torchembed::join_columns``; see :func:`torchembed.ops.columns.join_columns`."""
     joined = parts[0].new_empty(parts[0].shape[0], num_columns)
-    columns = tuple(part.shape[1] for part in parts)
-    for part, copies in zip(
-        parts, copies_of_parts(tuple(targets), tuple(widths), columns), strict=True
-    ):
+    part_columns = tuple(part.shape[1] for part in parts)
+    all_copies = copies_of_parts(tuple(targets), tuple(widths), part_columns, num_columns)
+    for part, copies in zip(parts, all_copies, strict=True):
         _copy_columns(part, copies, joined)
     return joined
 
@@ -29,11 +28,12 @@ def launch_split_columns(
     joined: Tensor, targets: list[int], widths: list[int], part_columns: list[int]
 ) -> list[Tensor]:
     """``torchembed::split_columns``, the inverse of ``join_columns``."""
-    all_copies = copies_of_parts(tuple(targets), tuple(widths), tuple(part_columns))
+    all_copies = copies_of_parts(
+        tuple(targets), tuple(widths), tuple(part_columns), joined.shape[1]
+    )
     parts = [joined.new_empty(joined.shape[0], columns) for columns in part_columns]
     for part, copies in zip(parts, all_copies, strict=True):
-        back = [ColumnCopy(copy.target, copy.width, copy.source) for copy in copies]
-        _copy_columns(joined, back, part)
+        _copy_columns(joined, [copy.back for copy in copies], part)
     return parts
 
 

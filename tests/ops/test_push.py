@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.support import lanes
 from tests.support.tolerance import assert_same_bits
+from torchembed.core.copies.rectangles import RectangleCopies, RectangleCopy
 from torchembed.core.types import Pooling
 from torchembed.ops import push as ops
 from torchembed.ops.pooled_lookup import pooled_lookup
@@ -49,8 +50,8 @@ def addresses(tensors: list[Tensor]) -> Tensor:
 def test_push_and_collect(device: torch.device, epoch: int) -> None:
     ranks = Ranks(device, torch.float32, epoch)
     source = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device)
-    copies = ops.RectangleCopies(
-        [ops.RectangleCopy(0, 1, 2, 0, 0, 0, 2), ops.RectangleCopy(1, 1, 1, 1, 1, 3, 2)], device
+    copies = RectangleCopies(
+        [RectangleCopy(0, 1, 2, 0, 0, 0, 2), RectangleCopy(1, 1, 1, 1, 1, 3, 2)], device
     )
     ops.push(source, copies, ranks.exchange(0))
     halves = [buffer[(epoch + 1) % 2] for buffer in ranks.buffers]
@@ -59,7 +60,7 @@ def test_push_and_collect(device: torch.device, epoch: int) -> None:
     for state in ranks.states:
         state[0] += 1
     out = torch.zeros(2, 3, device=device)
-    to_out = ops.RectangleCopies([ops.RectangleCopy(0, 2, 2, 0, 0, 1, 3)], device)
+    to_out = RectangleCopies([RectangleCopy(0, 2, 2, 0, 0, 1, 3)], device)
     ops.collect(ranks.exchange(1), 1, 2, to_out, out)
     assert out.tolist() == [[0, 0, 0], [0, 0, 4]]
 
@@ -69,7 +70,7 @@ def test_sums_of_what_arrived_side_by_side(device: torch.device) -> None:
     ranks = Ranks(device, torch.bfloat16)
     arrived = torch.tensor([[9, 256, 2, 1, 4, 1, 8], [9, 3, 0.5, -3, 0.25, 5, 1]])
     ranks.buffers[0][0, :14] = arrived.flatten().to(ranks.buffers[0])
-    copies = ops.RectangleCopies([ops.RectangleCopy(0, 2, 2, 0, 1, 1, 4)], device)
+    copies = RectangleCopies([RectangleCopy(0, 2, 2, 0, 1, 1, 4)], device)
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.zeros(2, 4, dtype=dtype, device=device)
         ops.collect(ranks.exchange(0), 0, 7, copies, out, 3)
@@ -79,7 +80,7 @@ def test_sums_of_what_arrived_side_by_side(device: torch.device) -> None:
 def test_scaled_in_its_dtype_and_then_rounded(device: torch.device) -> None:
     ranks = Ranks(device, torch.bfloat16)
     source = torch.linspace(-3, 5, 64, device=device).view(2, 32).to(torch.float16)
-    copies = ops.RectangleCopies([ops.RectangleCopy(0, 2, 32, 0, 0, 0, 32)], device)
+    copies = RectangleCopies([RectangleCopy(0, 2, 32, 0, 0, 0, 32)], device)
     ops.push(source, copies, ranks.exchange(0), 1 / 3)
     expected = (source * (1 / 3)).to(torch.bfloat16)
     assert torch.equal(ranks.buffers[0][1].view(2, 32), expected)
@@ -142,25 +143,25 @@ def test_a_lookup_pushes_what_it_would_return(device: torch.device, dtype: torch
 
 def lookup_of_two_features(
     device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, ops.RectangleCopies]:
+) -> tuple[Tensor, Tensor, RectangleCopies]:
     """A weight ``[20, 5]``, the rows of four samples with one id and two, and where their vectors
     go: rank 0 has three of the samples, rank 1 one; features are the other way round at home."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(20, 5, generator=generator).to(device, dtype)
     rows = torch.randint(-1, 20, (4 * 3,), generator=generator).to(device)
     copies = [
-        ops.RectangleCopy(rank, size, 5, start, 0, target, 10)
+        RectangleCopy(rank, size, 5, start, 0, target, 10)
         for target in (5, 0)
         for rank, size, start in ((1, 1, 3), (0, 3, 0))
     ]
-    return weight, rows, ops.RectangleCopies(copies, device)
+    return weight, rows, RectangleCopies(copies, device)
 
 
 COPIES = [
-    ops.RectangleCopy(0, 3, 4, 1, 2, 8, 8),
-    ops.RectangleCopy(1, 2, 6, 0, 0, 32, 10),
-    ops.RectangleCopy(1, 0, 2, 0, 0, 60, 1),
-    ops.RectangleCopy(0, 1, 2, 4, 6, 2, 2),
+    RectangleCopy(0, 3, 4, 1, 2, 8, 8),
+    RectangleCopy(1, 2, 6, 0, 0, 32, 10),
+    RectangleCopy(1, 0, 2, 0, 0, 60, 1),
+    RectangleCopy(0, 1, 2, 4, 6, 2, 2),
 ]
 """No two of them overlap, not in one tensor either: kernels copy them in any order."""
 
@@ -173,7 +174,7 @@ def test_kernels_equal_the_reference(
 ) -> None:
     ranks, expected = Ranks(device, wire), Ranks(device, wire)
     source = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    copies = ops.RectangleCopies(COPIES, device)
+    copies = RectangleCopies(COPIES, device)
     ops.push(source.t().contiguous().t(), copies, ranks.exchange(0), scale)
     bounds = copies.numbers, copies.max_rows, copies.max_columns, copies.vector
     reference.push_rectangles_reference(source, *bounds, *expected.exchange(0), scale)
@@ -217,7 +218,7 @@ def test_schemas_say_what_is_written(device: torch.device) -> None:
     ranks = Ranks(device, torch.float32, 1)
     ranks.flags[0][1] = 100  # each call is one exchange
     weight, rows, of_lookup = lookup_of_two_features(device, torch.float32)
-    source, copies = torch.ones(5, 8, device=device), ops.RectangleCopies(COPIES, device)
+    source, copies = torch.ones(5, 8, device=device), RectangleCopies(COPIES, device)
     to, buffer, state = ranks.exchange(0), ranks.buffers[0], ranks.states[0]
     bounds, of_lookup = (
         (m.numbers, m.max_rows, m.max_columns, m.vector) for m in (copies, of_lookup)

@@ -30,8 +30,7 @@ from tests.support.pushing import (
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import made_mesh, make_batch, make_model, vectors_of
 from torchembed.autograd.gradient_slots import FlatSpans
-from torchembed.core.column_copies import joined_moves
-from torchembed.ops.push import RectangleCopy
+from torchembed.core.copies.rectangles import RectangleCopy, joined_moves
 from torchembed.sharding import WireTransport, make_plan
 from torchembed.sharding.transport.channel import PushDomain
 from torchembed.sharding.transport.layout import Layout, slot_parts

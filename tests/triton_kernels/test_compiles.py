@@ -16,12 +16,12 @@ from triton.runtime.jit import JITFunction
 
 from tests.support import lanes
 from torchembed.core.cached_lookups import CachedLookup, line_bytes
+from torchembed.core.copies.rectangles import RectangleCopies, RectangleCopy
 from torchembed.core.hash_tables import KeyErasure, KeyInsertion, SlotTouch
 from torchembed.core.row_caches import PlaceExchange, RowMove, SlotClaim
 from torchembed.core.types import RUN_CHUNK, OptimizerKind
 from torchembed.core.update_records import DenseUpdate, RowInitialization, RowUpdate
 from torchembed.ops.hash_table import HashTables, Policy, TableShape, empty_hash_tables
-from torchembed.ops.push import RectangleCopies, RectangleCopy
 from torchembed.ops.row_cache import empty_row_cache
 from torchembed.triton_kernels import (
     binary_cross_entropy,

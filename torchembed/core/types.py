@@ -9,7 +9,7 @@ ROWS_OF_PARTIAL = 128
 """Samples of a partial sum of a bias's gradients, where partial sums are added up later;
 equal to ``kSummedRows`` in csrc/cuda/shallow_product.h."""
 COPY_FIELDS = 7
-"""Numbers of a copy of a rectangle, see :class:`torchembed.ops.push.RectangleCopy`."""
+"""Numbers of a :class:`~torchembed.core.copies.rectangles.RectangleCopy`."""
 
 
 class Pooling(enum.Enum):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchembed.core.column_copies import ColumnCopy
+from torchembed.core.copies.columns import ColumnCopy
 from torchembed.core.features import Features, SparseFeatures
 from torchembed.core.lookup_results import KeyedTensor
 from torchembed.core.types import Pooling

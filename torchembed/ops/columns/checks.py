@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from torchembed.core import checks
-from torchembed.core.column_copies import copies_of_parts, first_column
+from torchembed.core.copies.columns import copies_of_parts
 
 
 def check_join_columns(
@@ -21,7 +21,8 @@ def check_join_columns(
         checks.check_shape(
             name, part, (first.shape[0], part.shape[1]), "(B, columns), of one B for all"
         )
-    _check_pieces(targets, widths, [part.shape[1] for part in parts], num_columns)
+    part_columns = tuple(part.shape[1] for part in parts)
+    copies_of_parts(tuple(targets), tuple(widths), part_columns, num_columns)
 
 
 def check_split_columns(
@@ -29,15 +30,4 @@ def check_split_columns(
 ) -> None:
     checks.check_float("joined", joined)
     checks.check_whole_rows("joined", joined)
-    _check_pieces(targets, widths, part_columns, joined.shape[1])
-
-
-def _check_pieces(
-    targets: list[int], widths: list[int], part_columns: list[int], num_columns: int
-) -> None:
-    if len(targets) != len(widths):
-        raise ValueError(
-            f"targets must hold {len(widths)} numbers, one for each width, got {len(targets)}"
-        )
-    copies_of_parts(tuple(targets), tuple(widths), tuple(part_columns))
-    first_column(targets, widths, num_columns)
+    copies_of_parts(tuple(targets), tuple(widths), tuple(part_columns), joined.shape[1])

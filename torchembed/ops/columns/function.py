@@ -8,6 +8,7 @@ from torch import Tensor
 from torchembed.autograd.first_order import creates_graph
 from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.core.function_context import FunctionContext
+from torchembed.ops.columns.reference import join_columns_reference
 from torchembed.ops.columns.schema import join_columns_op, split_columns_op
 
 
@@ -33,20 +34,10 @@ def join_columns(
         TypeError, ValueError: for a dtype, shape, device or numbers that do not fit.
     """
     if torch.compiler.is_compiling() or parts[0].dtype not in FLOAT_DTYPES:
-        return _joined_by_torch(parts, targets, widths, num_columns)
+        # Compilers make copies of their own, and kernels do not copy float64.
+        return join_columns_reference(list(parts), list(targets), list(widths), num_columns)
     whole_rows = [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
     return _JoinColumns.apply(list(targets), list(widths), num_columns, *whole_rows)
-
-
-def _joined_by_torch(
-    parts: Sequence[Tensor], targets: Sequence[int], widths: Sequence[int], num_columns: int
-) -> Tensor:
-    """:func:`join_columns` by ``torch.cat``, for compilers, which make copies of their own, and for
-    dtypes that kernels do not copy."""
-    pieces = torch.cat(list(parts), dim=1).split(list(widths), dim=1)
-    ordered = sorted(range(len(widths)), key=targets.__getitem__)
-    reserved = parts[0].new_empty(parts[0].shape[0], num_columns - sum(widths))
-    return torch.cat([reserved, *(pieces[piece] for piece in ordered)], dim=1)
 
 
 class _JoinColumns(torch.autograd.Function):

@@ -1,7 +1,6 @@
 """Exchanges by push: ranks store rectangles and means into each other's memory, wait for each other
 at a barrier, and collect what arrived."""
 
-from torchembed.core.rectangle_copies import RectangleCopies, RectangleCopy, copies_on
 from torchembed.ops.push.function import (
     Exchange,
     collect,
@@ -14,10 +13,7 @@ from torchembed.ops.push.function import (
 
 __all__ = [
     "Exchange",
-    "RectangleCopies",
-    "RectangleCopy",
     "collect",
-    "copies_on",
     "copy_rectangles",
     "push",
     "push_barrier",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchembed.core.rectangle_copies import RectangleCopies
+from torchembed.core.copies.rectangles import RectangleCopies
 from torchembed.ops.push.schema import (
     collect_rectangles_op,
     copy_rectangles_op,

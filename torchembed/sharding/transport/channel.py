@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchembed.core.copies.rectangles import RectangleCopy, copies_on
 from torchembed.ops.pooled_lookup import LookupInputs
 from torchembed.ops.push import (
     Exchange,
-    RectangleCopy,
     collect,
-    copies_on,
     push,
     push_barrier,
     push_mean,

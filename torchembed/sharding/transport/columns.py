@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchembed.core.column_copies import ColumnCopy, copies_on_device
+from torchembed.core.copies.columns import ColumnCopy, copies_on_device
 from torchembed.core.function_context import FunctionContext
 from torchembed.ops.push import copy_rectangles
 
@@ -60,8 +60,7 @@ def taken_from(values: Tensor, placed: Placed) -> list[Tensor]:
     from."""
     taken = [values.new_empty(shape) for shape, _ in placed]
     for out, (_, copies) in zip(taken, placed, strict=True):
-        back = [ColumnCopy(copy.target, copy.width, copy.source) for copy in copies]
-        _copy_columns(values, back, out)
+        _copy_columns(values, [copy.back for copy in copies], out)
     return taken
 
 

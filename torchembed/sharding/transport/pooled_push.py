@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchembed.core.column_copies import ColumnCopy, joined_moves
+from torchembed.core.copies.columns import ColumnCopy
+from torchembed.core.copies.rectangles import RectangleCopy, joined_moves
 from torchembed.core.function_context import FunctionContext
 from torchembed.ops.pooled_lookup import LookupInputs, LookupStore
-from torchembed.ops.push import RectangleCopy
 from torchembed.sharding.transport.channel import Channel, PushDomain
 from torchembed.sharding.transport.columns import place_in, taken_from
 from torchembed.sharding.transport.layout import Layout

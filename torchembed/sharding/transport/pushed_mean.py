@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from torchembed.autograd.gradient_slots import FlatSpans
-from torchembed.ops.push import RectangleCopy
+from torchembed.core.copies.rectangles import RectangleCopy
 from torchembed.sharding.transport.channel import PushDomain, half_bytes
 
 _WIDTH = 64

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchembed.core.column_copies import ColumnCopy
+from torchembed.core.copies.columns import ColumnCopy
 from torchembed.core.features import SparseFeatures
 from torchembed.sharding.transport.layout import Layout
 from torchembed.sharding.transport.pooled_push import GroupVectors, PooledPush

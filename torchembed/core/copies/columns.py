@@ -1,13 +1,18 @@
 """Copies of neighbouring columns between matrices with as many rows."""
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from torchembed.core.rectangle_copies import RectangleCopies, RectangleCopy, copies_on
+from torchembed.core.copies.rectangles import (
+    RectangleCopies,
+    RectangleCopy,
+    copies_on,
+    joined_moves,
+)
 
 
 class ColumnCopy(NamedTuple):
@@ -20,20 +25,43 @@ class ColumnCopy(NamedTuple):
     target: int
     """First column in the matrix that is written."""
 
+    @property
+    def back(self) -> "ColumnCopy":
+        """The copy the other way."""
+        return ColumnCopy(self.target, self.width, self.source)
 
-@functools.lru_cache(maxsize=1024)
+
 def copies_of_parts(
-    targets: tuple[int, ...], widths: tuple[int, ...], part_columns: tuple[int, ...]
+    targets: tuple[int, ...],
+    widths: tuple[int, ...],
+    part_columns: tuple[int, ...],
+    num_columns: int,
 ) -> tuple[tuple[ColumnCopy, ...], ...]:
     """The copies of each part to the joined matrix.
 
     Args:
         targets, widths: of the pieces of all parts, one part after the other.
         part_columns: number of columns of each part, which its pieces fill.
+        num_columns: of the joined matrix, which pieces cover from the first of them on.
 
     Raises:
-        ValueError: where pieces do not fill the parts.
+        ValueError: where pieces do not fill the parts, or do not cover the joined matrix.
     """
+    # Compilers look through caches, and warn of them.
+    find = _copies_of_parts if torch.compiler.is_compiling() else _kept_copies
+    return find(targets, widths, part_columns, num_columns)
+
+
+def _copies_of_parts(
+    targets: tuple[int, ...],
+    widths: tuple[int, ...],
+    part_columns: tuple[int, ...],
+    num_columns: int,
+) -> tuple[tuple[ColumnCopy, ...], ...]:
+    if len(targets) != len(widths):
+        raise ValueError(
+            f"targets must hold {len(widths)} numbers, one for each width, got {len(targets)}"
+        )
     pieces = iter(zip(targets, widths, strict=True))
     copies = []
     for columns in part_columns:
@@ -55,32 +83,18 @@ def copies_of_parts(
             f"widths must end with the last of the parts' {list(part_columns)} columns, "
             f"got {list(widths)}"
         )
-    return tuple(copies)
-
-
-def first_column(targets: list[int], widths: list[int], num_columns: int) -> int:
-    """The first column that a piece is written to: none before it is.
-
-    Raises:
-        ValueError: where pieces do not cover the columns from there to ``num_columns`` once each.
-    """
     ordered = sorted(zip(targets, widths, strict=True))
-    ends = [target + width for target, width in ordered]
     begins = [target for target, _ in ordered]
+    ends = [target + width for target, width in ordered]
     if not begins or begins[0] < 0 or [*begins[1:], num_columns] != ends:
         raise ValueError(
             f"targets must place each piece behind another one, the last at the end of the "
-            f"{num_columns} columns, got {targets} for widths {widths}"
+            f"{num_columns} columns, got {list(targets)} for widths {list(widths)}"
         )
-    return begins[0]
+    return tuple(copies)
 
 
-def in_order(copies: tuple[tuple[ColumnCopy, ...], ...]) -> list[tuple[int, ColumnCopy]]:
-    """The copies of all parts by their targets, each with the number of its part."""
-    numbered = itertools.chain.from_iterable(
-        ((part, copy) for copy in of_part) for part, of_part in enumerate(copies)
-    )
-    return sorted(numbered, key=lambda one: one[1].target)
+_kept_copies = functools.lru_cache(maxsize=1024)(_copies_of_parts)
 
 
 def copies_on_device(copies: Sequence[ColumnCopy], out: Tensor) -> RectangleCopies:
@@ -91,21 +105,3 @@ def copies_on_device(copies: Sequence[ColumnCopy], out: Tensor) -> RectangleCopi
         for copy in copies
     ]
     return copies_on(out.device, tuple(joined_moves(moves)))
-
-
-def joined_moves(moves: Sequence[RectangleCopy]) -> list[RectangleCopy]:
-    """``moves`` of rows of one matrix to another one, in which neighbours are one."""
-    joined: list[RectangleCopy] = []
-    for one in moves:
-        if joined:
-            before = joined[-1]
-            ends = before.column + before.num_columns, before.target + before.num_columns
-            if ends == (one.column, one.target):
-                joined[-1] = one._replace(
-                    num_columns=before.num_columns + one.num_columns,
-                    column=before.column,
-                    target=before.target,
-                )
-                continue
-        joined.append(one)
-    return joined

@@ -29,6 +29,24 @@ class RectangleCopy(NamedTuple):
     """Elements of the memory from one row of the rectangle to the next."""
 
 
+def joined_moves(moves: Sequence[RectangleCopy]) -> list[RectangleCopy]:
+    """``moves`` of rows of one matrix to another one, in which neighbours are one."""
+    joined: list[RectangleCopy] = []
+    for one in moves:
+        if joined:
+            before = joined[-1]
+            ends = before.column + before.num_columns, before.target + before.num_columns
+            if ends == (one.column, one.target):
+                joined[-1] = one._replace(
+                    num_columns=before.num_columns + one.num_columns,
+                    column=before.column,
+                    target=before.target,
+                )
+                continue
+        joined.append(one)
+    return joined
+
+
 class RectangleCopies:
     """Copies of rectangles as one tensor on a device, with the bounds that kernels need.
 

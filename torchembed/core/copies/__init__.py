@@ -1,0 +1,1 @@
+"""Copies of rectangles, and of columns, between matrices."""
