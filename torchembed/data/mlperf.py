@@ -143,7 +143,7 @@ class MlperfDays(BatchSource):
         self._ids_dtype = torch.int64 if are_wide else torch.int32
         self._features = range(len(self.hotness))
         self._first_ids = np.cumsum((0, *self.hotness[:-1]))
-        """Of each feature, in a batch of one sample."""
+        """The position of each feature's first id in a batch of one sample."""
         largest = 1 << (63 if are_wide else 31)
         self._limits = np.array([min(size, largest) for size in self.table_sizes], np.uint64)
         chosen = choose_rows(paths, split, held_out, lambda path: len(days[path].dense))

@@ -28,7 +28,7 @@ class MissedKeys:
         self._max_keys = max_keys
         self._noted = Missed({}, set(whole))
         self._deleting = Missed({}, set())
-        """What was taken, until it is settled whether its rows are deleted."""
+        """Keys that were taken, until it is settled whether their rows are deleted."""
 
     def __bool__(self) -> bool:
         return any((*self._noted, *self._deleting))

@@ -13,7 +13,8 @@ from torchembed.serving.interface import InvalidRequestError, TensorForm
 from torchembed.serving.models.description import ModelDescription
 
 _MOST_JOINED_IDS = 1 << 16
-"""Of a request whose ids are joined to be checked; copies of more take longer than the calls."""
+"""The most ids of a request that are joined to be checked in one call: copying more of them takes
+longer than a call for each lookup."""
 
 
 class FeatureIds(NamedTuple):

@@ -24,8 +24,8 @@ class Sizes(NamedTuple):
     received: list[int]
     """From each rank's samples to this rank."""
     relayed: list[list[int]] | None = None
-    """What this rank passes on between nodes: from the rank of its place in each node, to each rank
-    of its own node. None where all ranks send to each other directly."""
+    """The sizes that this rank passes on, ``[node][place]``: from the rank of its own place in each
+    node, to the rank at each place of its own node. None where all ranks send directly."""
 
 
 class Lines(NamedTuple):
@@ -41,9 +41,9 @@ class Announced(NamedTuple):
     """Integers that ranks have sent to each other."""
 
     received: list[list[int]]
-    """Those of each rank for this one."""
+    """The integers that each rank has sent to this one."""
     relayed: list[list[list[int]]] | None = None
-    """Those that this rank has passed on, by sender and receiver as :attr:`Sizes.relayed`."""
+    """The integers that this rank has passed on, ``[node][place]`` as in :attr:`Sizes.relayed`."""
 
 
 class RankExchange(abc.ABC):

@@ -11,7 +11,7 @@ from torchembed.ops.row_codec import decode_rows, encode_rows
 
 
 class SentLines(NamedTuple):
-    """What one rank sends another one: lines of vectors, one after the other."""
+    """The form of the lines of vectors that one rank sends another one, one after the other."""
 
     num_lines: int
     widths: tuple[int, ...]
