@@ -196,7 +196,12 @@ def test_a_call_behind_a_refusal_is_whole(brokers: Brokers, following: Following
     optimizer = dynamic_optimizer(model)
     model.step(optimizer, [1, 2, 3], [4])
     too_large = 10
-    with ModelPublisher(model, "m", brokers.addresses) as publisher:
+    # Nothing is sent before a call waits for it, so that the call behind learns of refusals.
+    options = PublisherOptions(linger_seconds=10 * LIMIT_SECONDS)
+    with (
+        UpdatePublisher(brokers.addresses, options) as updates,
+        ModelPublisher(model, "m", updates) as publisher,
+    ):
         publisher.publish(1)
         publisher.flush()
         for first in range(5, 35, 5):
