@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -56,6 +57,8 @@ class Setting:
     matmul_precision: str = "highest"
     """Of float32 matrix products of all forwards, as ``torch.set_float32_matmul_precision`` has
     it."""
+    dense_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """What served dense parts compute in; plain PyTorch is under ``torch.autocast`` then."""
     large_rows: int = 4_000_000
     """Rows of the table whose cache holds a tenth of them."""
     large_keys: int = 1 << 20
@@ -148,8 +151,20 @@ def _forwards(setting: Setting, device: torch.device) -> None:
         )
 
     examples = torch.rand(8, _NUM_DENSE), features(torch.zeros(len(names), 8, dtype=torch.int64))
+    dtype = getattr(torch, setting.dense_dtype)
+    is_narrow = dtype != torch.float32
+    # Four roundings of a probability of 1/2, or so many of float32 products.
+    most_different = 2 * torch.finfo(dtype).eps if is_narrow else 1e-3
     with tempfile.TemporaryDirectory() as folder, MemoryStore() as store:
-        deploy(model, folder, name="dlrm", version=1, examples=examples, output="sigmoid")
+        deploy(
+            model,
+            folder,
+            name="dlrm",
+            version=1,
+            examples=examples,
+            output="sigmoid",
+            dense_dtype=dtype if is_narrow else None,
+        )
 
         def make(served: Mapping[ServedTable, int]) -> LeveledLookup:
             num_rows = {t.name: 2 * n for t, n in served.items()}
@@ -171,9 +186,12 @@ def _forwards(setting: Setting, device: torch.device) -> None:
                 request |= {n: of[:, None].numpy() for n, of in zip(names, ids, strict=True)}
 
                 def by_torch(dense: Tensor = dense, ids: Tensor = ids) -> np.ndarray:
-                    with torch.inference_mode():
+                    with (
+                        torch.inference_mode(),
+                        torch.autocast(device.type, dtype, enabled=is_narrow),
+                    ):
                         found = plain(dense.to(device), features(ids.to(device)))
-                        return found.sigmoid().cpu().numpy()
+                        return found.float().sigmoid().cpu().numpy()
 
                 def by_server(request: Mapping[str, np.ndarray] = request) -> np.ndarray:
                     answer = served.answer(request)
@@ -183,7 +201,7 @@ def _forwards(setting: Setting, device: torch.device) -> None:
 
                 for _ in range(3):  # rows are cached after the first one
                     difference = np.abs(by_server().reshape(-1) - by_torch().reshape(-1)).max()
-                    assert difference < 1e-3, f"probabilities differ by {difference}"
+                    assert difference < most_different, f"probabilities differ by {difference}"
                 for what, call in (("served", by_server), ("plain PyTorch", by_torch)):
                     seconds = _print_times(f"forward, batch {batch_size}, {what}", call, setting)
                     print(f"    {batch_size / seconds:,.0f} samples/s")

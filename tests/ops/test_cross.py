@@ -342,6 +342,7 @@ def test_compiles_whole_for_any_batch_size(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32:UserWarning")
 def test_compilers_may_pad_what_is_kept_for_backward(device: torch.device) -> None:
     # Of so many columns, and not a multiple of 32, Inductor pads the rows.
     num_columns = 1293

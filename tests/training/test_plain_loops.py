@@ -310,6 +310,8 @@ def all_loops(folder: str) -> Outcome:
         warnings.simplefilter("error")
         # Lightning makes a leaf as torch no longer does.
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is", FutureWarning)
+        # Where there is a GPU, these loops leave it.
+        warnings.filterwarnings("ignore", "GPU available but not used", UserWarning)
         of_loops = {name: values_of(loop()) for name, loop in LOOPS.items()}
         of_loops["alone"] = values_of(alone())
         return Outcome(of_loops, refusals(), resumed(folder), norms())

@@ -1,5 +1,6 @@
 """Loaded models answer as the models that were deployed."""
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import torchembed
 from tests.support.served_lookups import options_over
 from tests.zoo.served_models import MODELS, NUM_ROWS, ServedCase
+from torchembed.checkpoints.files.tensor_file import open_safetensors
 from torchembed.serving.interface import InvalidRequestError
 from torchembed.serving.levels import RowFormat
-from torchembed.serving.models import ModelRepository, deploy
+from torchembed.serving.models import DeployError, ModelRepository, deploy
+from torchembed.serving.models.dense_program import WEIGHTS_FILE
 from torchembed.stores import MemoryStore
 
 
@@ -24,7 +28,17 @@ def forward(model: nn.Module, arguments: Any) -> dict[str, np.ndarray]:
     with torch.no_grad():
         found = model(*arguments) if type(arguments) is tuple else model(arguments)
     named = found if isinstance(found, dict) else {"output": found}
-    return {name: tensor.numpy() for name, tensor in named.items()}
+    return {name: tensor.double().numpy() for name, tensor in named.items()}
+
+
+def of_dtype(arguments: Any, dtype: torch.dtype) -> Any:
+    """``arguments`` with their floating-point tensors in ``dtype``."""
+
+    def converted(leaf: object) -> object:
+        is_number = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if is_number else leaf
+
+    return tree_map(converted, arguments)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -51,6 +65,41 @@ def test_answers_equal_the_models_forward(served: Any, num_samples: int) -> None
         # The same numbers, but products may be added up in another order for another form.
         np.testing.assert_allclose(found, values, rtol=0, atol=2e-6 * max(1, abs(values).max()))
     assert answer.version == "1" and answer.num_default_rows == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_dense_parts_of_16_bits_answer_as_models_of_them(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    case = MODELS[name]()
+
+    def deployed() -> Path:
+        examples = case.examples(4)
+        return deploy(
+            case.model, tmp_path, name="m", version=1, examples=examples, dense_dtype=dtype
+        )
+
+    if dtype == torch.float16 and name in ("din", "sequence"):
+        # They mask with a number that float16 lacks.
+        with pytest.raises(DeployError, match=r"computes in torch\.float16, and is not: value"):
+            deployed()
+        return
+    weights = open_safetensors(deployed() / WEIGHTS_FILE).values()
+    assert all(weight.dtype in (dtype, torch.int64) for weight in weights)
+    examples = case.examples(7)
+    with MemoryStore() as store, ModelRepository(tmp_path, options_over(store)) as repository:
+        repository.start()
+        found = repository.model("m").answer(case.request(examples)).outputs
+    # Float32 is exact beside 16 bits.
+    exact = forward(case.model, examples)
+    rounded = forward(copy.deepcopy(case.model).to(dtype), of_dtype(examples, dtype))
+    for output, values in exact.items():
+        assert found[output].dtype == np.float32
+        error = abs(rounded[output] - values).max()
+        unit = torch.finfo(dtype).eps * abs(values).max()
+        np.testing.assert_allclose(found[output], values, rtol=0, atol=2 * error + unit)
 
 
 def test_only_the_outputs_that_are_asked_for_come(served: Any) -> None:

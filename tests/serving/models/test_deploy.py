@@ -111,6 +111,10 @@ def test_models_that_cannot_be_served_are_named(
         ({"output_names": [None]}, "outputs must be at least one"),
         ({"defaults": {"x": 1.0}}, "defaults must name tables of the model"),
         ({"store_names": {"x": "y"}}, "store_names must name tables of the model"),
+        (
+            {"dense_dtype": torch.float64},
+            r"dense_dtype must be torch\.float16, torch\.bfloat16 or None, got torch\.float64",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(

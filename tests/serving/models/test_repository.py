@@ -300,6 +300,17 @@ def test_a_dense_part_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         assert stamps(repository) == ("1", [1.0], [1.0])
 
 
+def test_weights_are_rounded_to_the_dtype_of_the_version(tmp_path: Path) -> None:
+    deploy_stamped(tmp_path, 1, dense_dtype=torch.bfloat16)
+    with MemoryStore() as store, ModelRepository(tmp_path, options_over(store)) as repository:
+        repository.start()
+        repository.swap_dense("m", {"deep.weight": torch.full((1, 1), 1 + 2**-8)}, 2)
+        # 1 + 2**-8 lies between two bfloat16 numbers, of which the even one is 1.
+        assert stamps(repository) == ("2", [1.0], [1.0])
+        with pytest.raises(ValueError, match=r"must be torch.bfloat16 .*, got torch.float16"):
+            repository.swap_dense("m", {"deep.weight": torch.ones(1, 1).half()}, 3)
+
+
 def test_models_share_tables_by_the_name_in_stores(tmp_path: Path) -> None:
     for name in ("m", "n"):
         deploy_stamped(tmp_path, 1, name, store_names={"items": "shared/items"})

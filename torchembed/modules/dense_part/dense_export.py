@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,14 +62,16 @@ class _DensePart(nn.Module):
         arguments: Sequence[Argument],
         fed: FedVectors,
         choice: OutputChoice,
-        packed: Mapping[str, str],
+        recording: Recording,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         # No submodule: its parameters are arguments here.
-        self._parts = (model, tree, arguments, fed, choice, packed)
+        self._parts = (model, tree, arguments, fed, choice, recording, dtype)
 
     def forward(self, weights: dict[str, Tensor], tensors: list[Tensor]) -> list[Tensor]:
-        model, tree, arguments, fed, choice, packed = self._parts
+        model, tree, arguments, fed, choice, recording, dtype = self._parts
+        packed, taken = recording.packed, recording.places.taken
         leaves: dict[str, object] = {
             name: FedFeatures(leaf, name)
             for name, leaf in tree.leaves.items()
@@ -85,31 +87,49 @@ class _DensePart(nn.Module):
                     offsets = torch.nn.functional.pad(tensor.cumsum(0), (1, 0))
                     leaves[packed[argument.name]] = offsets
             else:
-                leaves[argument.name] = tensor
+                # What tables take is no input of the program.
+                is_taken = argument.name in taken
+                leaves[argument.name] = tensor if is_taken else _rounded(tensor, dtype)
         fed.begin([vectors[number] for number in sorted(vectors)])
         call = torch.func.functional_call(model, weights, tuple(tree.with_leaves(leaves)))
         return list(choice.outputs(call).values())
 
 
 def export_dense(
-    model: nn.Module, tree: ArgumentTree, recording: Recording, choice: OutputChoice
+    model: nn.Module,
+    tree: ArgumentTree,
+    recording: Recording,
+    choice: OutputChoice,
+    dtype: torch.dtype | None,
 ) -> DenseExport:
     """Export ``model`` as it is, in evaluation mode.
+
+    Args:
+        dtype: that weights, floating-point inputs and vectors of tables are rounded to; None
+            leaves them.
 
     Raises:
         DeployError: where it cannot be exported for any number of samples.
     """
-    fed = FedVectors(recording.calls)
+    fed = FedVectors(recording.calls, dtype)
     batch = Dim("batch")
     examples = [*_leaf_examples(tree, recording, batch), *_fed_examples(recording, batch, model)]
     arguments = [example.argument for example in examples]
     with fed_modules(model, list(recording.calls), fed), _frozen(model):
-        weights = dense_tensors(model)
-        part = _DensePart(model, tree, arguments, fed, choice, recording.packed)
+        weights = {name: _rounded(w, dtype) for name, w in dense_tensors(model).items()}
+        part = _DensePart(model, tree, arguments, fed, choice, recording, dtype)
         tensors = [example.tensor for example in examples]
         with torch.no_grad():
             versions = [tensor._version for tensor in (*weights.values(), *tensors)]
-            results = part(weights, tensors)
+            try:
+                results = part(weights, tensors)
+            except Exception as error:
+                if dtype is None:
+                    raise
+                raise DeployError(
+                    f"model must be one whose dense part computes in {dtype}, and is not: {error}; "
+                    "give another dtype, or none"
+                ) from error
             if versions != [tensor._version for tensor in (*weights.values(), *tensors)]:
                 raise DeployError(
                     "model must change nothing in evaluation, and its forward changes a buffer or "
@@ -161,6 +181,11 @@ def export_dense(
             )
     hotness = _constant_hotness(examples, placeholders)
     return DenseExport(program, weights, tuple(kinds), tuple(inputs), tuple(outputs), hotness)
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``tensor`` in ``dtype`` where it has floating-point numbers and a dtype is given."""
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def _with_one_more(example: _Example) -> Tensor:

@@ -36,10 +36,12 @@ class Vectors(NamedTuple):
 
 
 class FedVectors:
-    """The vectors that the stand-ins give next."""
+    """The vectors that the stand-ins give next, in ``dtype``, or as the tables gave them."""
 
-    def __init__(self, calls: Mapping[str, Sequence[RecordedCall]]) -> None:
-        self._calls = calls
+    def __init__(
+        self, calls: Mapping[str, Sequence[RecordedCall]], dtype: torch.dtype | None
+    ) -> None:
+        self._calls, self._dtype = calls, dtype
         self._vectors: Sequence[Vectors] = ()
         self._num_calls: dict[str, int] = {}
 
@@ -53,7 +55,7 @@ class FedVectors:
         self._num_calls[path] = number + 1
         call = self._calls[path][number]
         found = [self._vectors[lookup] for lookup in call.lookups]
-        values = [vectors.values.to(call.dtype) for vectors in found]
+        values = [vectors.values.to(self._dtype or call.dtype) for vectors in found]
         if not call.names:
             (only,) = values
             return only if only.dim() == 2 else only.reshape(-1, *call.shape)

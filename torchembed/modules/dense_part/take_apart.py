@@ -53,6 +53,7 @@ def take_apart(
     output: str | Mapping[str, str],
     output_names: Sequence[str | None] | None,
     what: str,
+    dtype: torch.dtype | None = None,
 ) -> TakenApart:
     """Run ``model`` with ``examples`` and export its dense part, in evaluation mode; collective.
 
@@ -63,6 +64,7 @@ def take_apart(
             form.
         output, output_names: as of :class:`OutputChoice`.
         what: the action, for errors.
+        dtype: as of :func:`export_dense`.
 
     Raises:
         DeployError: where the model cannot be taken apart.
@@ -73,7 +75,9 @@ def take_apart(
         recording = raise_on_all_ranks(lambda: Recording(whole, tree), what)
         choice = raise_on_all_ranks(lambda: OutputChoice(output, output_names), what)
         dense = raise_on_all_ranks(
-            lambda: export_dense(whole, tree, recording, choice) if ranks.rank() == 0 else None,
+            lambda: (
+                export_dense(whole, tree, recording, choice, dtype) if ranks.rank() == 0 else None
+            ),
             what,
         )
     return TakenApart(whole, tree, recording, choice, dense)

@@ -2,11 +2,12 @@
 
 import logging
 import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchembed.serving.levels.embedding_cache import CachedRows, EmbeddingCache, FoundRows
+from torchembed.serving.levels.embedding_cache import CachedRows, EmbeddingCache
 from torchembed.step.graph_capture import captured_graph
 
 _FEWEST_IDS, _MOST_IDS = 256, 8192
@@ -17,6 +18,15 @@ _MOST_OF_A_FORM = 4
 _capturing = threading.Lock()
 """Held by the one thread of the process that captures."""
 _logger = logging.getLogger(__name__)
+
+
+class CapturedRows(NamedTuple):
+    """Answer of :meth:`CapturedLookups.look_up`: a :class:`CachedRows` of which the number of ids
+    that are not cached is on the host."""
+
+    rows: Tensor
+    is_missing: Tensor
+    num_missing: int
 
 
 class CapturedLookup:
@@ -33,10 +43,10 @@ class CapturedLookup:
     """
 
     def __init__(self, cache: EmbeddingCache, num_ids: int, *, from_host: bool) -> None:
-        self._cache, self._num_ids, self._num_given = cache, num_ids, 0
+        self._cache, self._num_given = cache, 0
         device = cache.device
-        self._is_cuda = is_cuda = device.type == "cuda"
-        # Keys, and tables behind them, so that both are one copy.
+        is_cuda = device.type == "cuda"
+        # Keys, and tables behind them, so that from the host both are one copy.
         key_bytes, table_bytes = num_ids * 8, num_ids * 4
         given = torch.zeros(key_bytes + table_bytes, dtype=torch.uint8, pin_memory=is_cuda)
         given[key_bytes:].view(torch.int32).fill_(-1)
@@ -46,47 +56,56 @@ class CapturedLookup:
         self._given_tables = self._given[key_bytes:].view(torch.int32)
         self._keys = self._inputs[:key_bytes].view(torch.int64)
         self._tables = self._inputs[key_bytes:].view(torch.int32)
-        self._dim = max(table.dim for table in cache.tables)
-        num_bytes = num_ids * (1 + 4 * self._dim)
-        self._outputs = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._num_missing = torch.zeros(1, dtype=torch.int64, pin_memory=is_cuda)
-        self._run()  # so that all kernels are compiled before the capture
+        num_missing = torch.zeros(1, dtype=torch.int64, pin_memory=is_cuda)
+        self._num_missing, self._num_missing_array = num_missing, num_missing.numpy()
+        self._found = self._run()  # so that all kernels are compiled before the capture
         self._graph: torch.cuda.CUDAGraph | None = None
         if is_cuda:
-            self._graph = captured_graph(self._run, torch.cuda.Stream(device))
+            self._graph = captured_graph(self._run_again, torch.cuda.Stream(device))
+        self._views = self._views_of(0)
 
-    def look_up(self, keys: Tensor, tables: Tensor) -> CachedRows:
+    def look_up(self, keys: Tensor, tables: Tensor) -> CapturedRows:
         """As :meth:`CapturedLookups.look_up`."""
         num_ids, access = keys.numel(), self._cache.access
         with access.reading():
-            self._given_keys[:num_ids].copy_(keys, non_blocking=True)
-            self._given_tables[:num_ids].copy_(tables, non_blocking=True)
-            if num_ids < self._num_given:
-                self._given_tables[num_ids : self._num_given].fill_(-1)
-            self._num_given = num_ids
+            if num_ids != self._num_given:
+                if num_ids < self._num_given:
+                    self._given_tables[num_ids : self._num_given].fill_(-1)
+                self._num_given, self._views = num_ids, self._views_of(num_ids)
+            given_keys, given_tables, rows, is_missing = self._views
+            given_keys.copy_(keys, non_blocking=True)
+            given_tables.copy_(tables, non_blocking=True)
             if self._graph is None:
-                self._run()
+                self._run_again()
+                rows, is_missing = self._views_of(num_ids)[2:]
             else:
                 self._graph.replay()
-            # A copy, since the next replay writes where this one did.
-            first_row = self._num_ids
-            outputs = self._outputs[: first_row + num_ids * self._dim * 4].clone()
-        if self._is_cuda:
+            # Copies, since the next replay writes where this one did.
+            rows, is_missing = rows.clone(), is_missing.clone()
+        if self._graph is not None:
             access.stream_of(self._cache.device).synchronize()
-        rows = outputs[first_row:].view(torch.float32).view(num_ids, self._dim)
-        is_missing = outputs[:num_ids].view(torch.bool)
-        num_missing = self._num_missing.clone()
-        return CachedRows(rows, is_missing, num_missing, FoundRows((), is_missing, num_missing))
+        return CapturedRows(rows, is_missing, int(self._num_missing_array[0]))
 
-    def _run(self) -> None:
+    def _run_again(self) -> None:
+        self._found = self._run()
+
+    def _run(self) -> CachedRows:
         if self._given is not self._inputs:
             self._inputs.copy_(self._given, non_blocking=True)
         found = self._cache.look_up(self._keys, self._tables)
-        # Flags, and rows behind them, likewise.
-        self._outputs[: self._num_ids].view(torch.bool).copy_(found.is_missing)
-        rows = self._outputs[self._num_ids :].view(torch.float32)
-        rows.view(self._num_ids, self._dim).copy_(found.rows)
         self._num_missing.copy_(found.num_missing, non_blocking=True)
+        return found
+
+    def _views_of(self, num_ids: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys, tables, rows and flags of the first ids. They are made anew for another number of
+        ids alone, since making them takes as long as a copy."""
+        found = self._found
+        return (
+            self._given_keys[:num_ids],
+            self._given_tables[:num_ids],
+            found.rows[:num_ids],
+            found.is_missing[:num_ids],
+        )
 
 
 class CapturedLookups:
@@ -110,10 +129,9 @@ class CapturedLookups:
         self._num_left = dict.fromkeys(forms, _MOST_OF_A_FORM)
         """How many more there may be of each form."""
 
-    def look_up(self, keys: Tensor, tables: Tensor) -> CachedRows | None:
+    def look_up(self, keys: Tensor, tables: Tensor) -> CapturedRows | None:
         """As :meth:`EmbeddingCache.look_up`, for ids on any device, but that it enters the cache's
-        ``access``, waits for the device, and has the number of missing ids on the CPU. ``found``
-        of the answer has no parts.
+        ``access`` and waits for the device.
 
         Returns:
             None for a lookup that is not captured, of which nothing was done: of too many ids, or

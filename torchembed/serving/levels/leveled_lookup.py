@@ -9,13 +9,8 @@ from torch import Tensor
 
 from torchembed.core import checks
 from torchembed.core.features import SparseFeatures
-from torchembed.serving.levels.captured_lookups import CapturedLookups
-from torchembed.serving.levels.embedding_cache import (
-    CachedRows,
-    CacheKind,
-    EmbeddingCache,
-    FoundRows,
-)
+from torchembed.serving.levels.captured_lookups import CapturedLookups, CapturedRows
+from torchembed.serving.levels.embedding_cache import CacheKind, EmbeddingCache, FoundRows
 from torchembed.serving.levels.feature_plan import FeaturePlan, num_of_samples
 from torchembed.serving.levels.feature_pooling import pool_cached, pool_rows
 from torchembed.serving.levels.level_rules import LoadedPart
@@ -132,13 +127,13 @@ class LeveledLookup:
         checks.check_dtype("tables", tables, (torch.int32,), "call .int()")
         checks.check_numel("tables", tables, keys.numel(), "as keys has")
         self.count(keys.numel())
-        cached = None
+        captured = None
         if self._captured is not None:
             with self._totals.timed(Stage.CACHE):
-                cached = self._captured.look_up(keys, tables)
-            if cached is not None and not int(cached.num_missing):
-                return LookedUpRows(cached.rows, cached.is_missing)
-        return self._look_up_in_levels(keys, tables, cached)
+                captured = self._captured.look_up(keys, tables)
+            if captured is not None and not captured.num_missing:
+                return LookedUpRows(captured.rows, captured.is_missing)
+        return self._look_up_in_levels(keys, tables, captured)
 
     @torch.no_grad()
     def pooled(
@@ -332,15 +327,17 @@ class LeveledLookup:
 
     @torch.no_grad()
     def _look_up_in_levels(
-        self, keys: Tensor, tables: Tensor, cached: CachedRows | None
+        self, keys: Tensor, tables: Tensor, captured: CapturedRows | None
     ) -> LookedUpRows:
         """The answer of :meth:`look_up`, after what the cache has given to it, if it was asked."""
         device = self.cache.device
         keys, places = keys.to(device), tables.to(device)
-        if cached is None:
+        if captured is None:
             with self._totals.timed(Stage.CACHE), self.cache.access.reading():
-                cached = self.cache.look_up(keys, places)
-        rows, is_default, _, found = cached
+                rows, is_default, _, found = self.cache.look_up(keys, places)
+        else:
+            rows, is_default, num_missing = captured
+            found = FoundRows((), is_default, torch.tensor([num_missing]))
         for part in self._settle(keys, places, found):
             dim = part.rows.shape[1]
             rows[part.positions, :dim] = part.rows

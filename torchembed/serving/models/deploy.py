@@ -43,6 +43,7 @@ def deploy(
     tables: Mapping[str, RowSource] | None = None,
     store_names: Mapping[str, str] | None = None,
     defaults: Mapping[str, float] | None = None,
+    dense_dtype: torch.dtype | None = None,
 ) -> Path:
     """Write a version of ``model`` into a folder of models for a server, completely or not at all.
 
@@ -68,6 +69,10 @@ def deploy(
         store_names: a common name for each table that several models share.
         defaults: the number that ids without a row are looked up as, in all columns, by the name of
             the table. Needed if the model looks them up as something other than one number.
+        dense_dtype: float16 or bfloat16, which the dense part is stored and computed in: its
+            weights, and those that servers are sent later, its inputs and the vectors of tables
+            are rounded to it. Answers are float32. None takes the model's own dtypes. Rows of
+            tables are as they are, and cached as servers choose.
 
     Returns:
         The folder of the version.
@@ -81,7 +86,8 @@ def deploy(
     target = version_folder(folder, name, version)
     partial = target.with_name(f".{target.name}.partial")
     raise_on_all_ranks(lambda: _check_name(name, version), what)
-    parts = take_apart(model, examples, output, output_names, what)
+    raise_on_all_ranks(lambda: _check_dtype(dense_dtype), what)
+    parts = take_apart(model, examples, output, output_names, what, dense_dtype)
     recording, dense = parts.recording, parts.dense
     sources, shared, numbers = dict(tables or {}), dict(store_names or {}), dict(defaults or {})
     raise_on_all_ranks(lambda: _check_tables(recording, sources, shared, numbers), what)
@@ -191,6 +197,13 @@ def _check_name(name: str, version: int) -> None:
         )
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise DeployError(f"version must be a positive integer, got {version!r}")
+
+
+def _check_dtype(dense_dtype: torch.dtype | None) -> None:
+    if dense_dtype not in (None, torch.float16, torch.bfloat16):
+        raise DeployError(
+            f"dense_dtype must be torch.float16, torch.bfloat16 or None, got {dense_dtype}"
+        )
 
 
 def _check_tables(

@@ -72,7 +72,8 @@ class LoadedVersion:
             )
 
     def with_weights(self, tensors: Mapping[str, Tensor], version: int) -> DenseWeights:
-        """Weights on the device for :attr:`weights`, copied from ``tensors``.
+        """Weights on the device for :attr:`weights`, copied from ``tensors``, and rounded where the
+        version was deployed in a narrower floating-point dtype.
 
         Args:
             tensors: all weights by name.
@@ -86,12 +87,15 @@ class LoadedVersion:
             raise ValueError(f"tensors must be {sorted(names)}, got {sorted(tensors)}")
         for name, weight in zip(names, self.weights.tensors, strict=True):
             given = tensors[name]
-            if given.shape != weight.shape or given.dtype != weight.dtype:
+            if given.shape != weight.shape or not _can_be_rounded(given.dtype, weight.dtype):
                 raise ValueError(
                     f"tensor {name} must be {weight.dtype} {list(weight.shape)}, got "
                     f"{given.dtype} {list(given.shape)}"
                 )
-        copies = (tensors[name].detach().to(self._device, copy=True) for name in names)
+        copies = [
+            tensors[name].detach().to(self._device, weight.dtype, copy=True)
+            for name, weight in zip(names, self.weights.tensors, strict=True)
+        ]
         return DenseWeights(tuple(copies), str(version))
 
     def answer(
@@ -163,6 +167,12 @@ class LoadedVersion:
             case ArgumentKind.VECTORS:
                 found = vectors[argument.lookup]
                 return vectors_argument(self.description, argument, found, request.num_samples)
+
+
+def _can_be_rounded(given: torch.dtype, dtype: torch.dtype) -> bool:
+    """True for ``dtype`` itself, and for float32 where that is of 16 bits."""
+    is_narrower = dtype in (torch.float16, torch.bfloat16) and given == torch.float32
+    return given == dtype or is_narrower
 
 
 def _answer(
