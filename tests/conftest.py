@@ -1,6 +1,7 @@
 """One suite for every lane: the device, the lane, sizes that fit it, and poisoned memory."""
 
 import gc
+import importlib.util
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -14,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.support import lanes, skipped_redis
+from tests.support import interpreter, lanes, skipped_redis
 from tests.support.sizes import Sizes
 from torchembed import _native
 
@@ -38,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda needs a GPU that torch can use, and finds none")
     lanes.required_lane()
+    if lanes.is_interpreted() and importlib.util.find_spec("triton") is not None:
+        interpreter.prepare_once_for_each_launch()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
