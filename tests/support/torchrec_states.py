@@ -1,5 +1,6 @@
 """State dicts of TorchRec's modules on several ranks, in forms that compare."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -29,13 +30,12 @@ def elements(state: Any, name: str = "") -> dict[str, dict[Any, float]]:
         parts = [([0] * state.dim(), state)]
     else:
         return {}
-    return {
-        name: {
-            tuple(o + i for o, i in zip(offsets, index, strict=True)): float(part[tuple(index)])
-            for offsets, part in parts
-            for index in torch.ones(part.shape).nonzero().tolist()
-        }
-    }
+    of_tensor: dict[Any, float] = {}
+    for offsets, part in parts:
+        ranges = [range(o, o + n) for o, n in zip(offsets, part.shape, strict=True)]
+        values = map(float, part.flatten().tolist())
+        of_tensor.update(zip(itertools.product(*ranges), values, strict=True))
+    return {name: of_tensor}
 
 
 def whole_state(state: Any) -> dict[str, dict[Any, float]]:

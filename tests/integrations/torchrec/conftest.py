@@ -6,6 +6,8 @@ compares, which a rank computes; its tests find it in ``answers`` under the modu
 four ranks it says by ``everything_on_four(device_type)``, for ``answers_of_four``.
 """
 
+import gc
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,6 +43,8 @@ def programs(items: Sequence[pytest.Item], device_type: str) -> dict[str, Call]:
 
 def ask(calls: dict[str, Call]) -> dict[str, Any]:
     """On a rank: the results of the calls."""
+    importlib.import_module("torchrec")
+    gc.freeze()  # collections, which some of the calls ask for, do not look at TorchRec's modules
     return {name: function(*arguments) for name, (function, arguments) in calls.items()}
 
 
