@@ -1,7 +1,7 @@
 """The examples of README.md and docs/ run as they stand.
 
-One that is started by ``torchrun`` runs so, in processes of its own; the others run in the process
-of the tests, where a warning is an error.
+One that is started by ``torchrun`` runs on as many ranks; the others run in the process of the
+tests, where a warning is an error.
 """
 
 import re
@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from tests.support.clicks import import_torchrec
-from tests.support.source_tree import ROOT, run_python_or_fail
+from tests.support.ranks import run_program_on_ranks
+from tests.support.source_tree import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -23,10 +25,12 @@ class Example(NamedTuple):
     text: str
 
     @property
-    def launcher(self) -> list[str]:
-        """The command that starts the example, less the interpreter and the program."""
+    def num_ranks(self) -> int | None:
+        """Those that ``torchrun`` starts for the example; None where it is not started by it."""
         start = re.match(r"# Start with: torchrun (.*) train.py\n", self.text)
-        return ["-m", "torch.distributed.run", *start[1].split()] if start else []
+        if start is None:
+            return None
+        return int(get_args_parser().parse_args([*start[1].split(), "train.py"]).nproc_per_node)
 
 
 def examples_of(page: Path) -> list[Example]:
@@ -40,7 +44,7 @@ EXAMPLES = [example for page in PAGES for example in examples_of(page)]
 def test_the_readme_has_one_short_example() -> None:
     (example,) = (e for e in EXAMPLES if e.page == "README")
     assert len(example.text.splitlines()) <= 14
-    assert not example.launcher
+    assert example.num_ranks is None
 
 
 @pytest.mark.parametrize(
@@ -53,9 +57,8 @@ def test_example_runs(example: Example, tmp_path: Path, monkeypatch: pytest.Monk
         pytest.importorskip("onnxruntime", reason="needs torchembed[export]")
     program = tmp_path / "train.py"
     program.write_text(example.text)
-    if example.launcher:
-        paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        run_python_or_fail(*example.launcher, str(program), cwd=tmp_path, **paths)
+    monkeypatch.chdir(tmp_path)
+    if example.num_ranks is not None:
+        run_program_on_ranks(example.num_ranks, program)
     else:
-        monkeypatch.chdir(tmp_path)
         runpy.run_path(str(program), run_name="__main__")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks, run_program_on_ranks
 
 
 def its_rank(*arguments: int) -> tuple[int, tuple[int, ...]]:
@@ -104,3 +104,28 @@ def test_a_rank_that_hangs_is_reported_within_the_limit() -> None:
     message = message_of(1, hangs, limit_seconds=0.5)
     assert message.startswith("ranks [0] of 1 took over 0.5 s\nrank 0:\n")
     assert "in hangs" in message
+
+
+def test_a_program_runs_as_torchrun_would_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "rank = dist.get_rank()\n"
+        "assert sys.argv == [__file__], sys.argv\n"
+        "assert rank == dist.get_node_local_rank() == int(os.environ['RANK'])\n"
+        "assert dist.is_torchelastic_launched()\n"
+        "found = [None] * dist.get_world_size()\n"
+        "dist.all_gather_object(found, rank)\n"
+        "open(f'rank-{rank}', 'w').write(str(found))\n"
+        "dist.destroy_process_group()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run_program_on_ranks(2, program)
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["[0, 1]"] * 2
+    program.write_text("raise LookupError('where is it')\n")
+    with pytest.raises(AssertionError, match=r"failed:\nTraceback(.*\n)+LookupError: where is it"):
+        run_program_on_ranks(1, program)
