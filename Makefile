@@ -31,8 +31,9 @@ endif
 # wait for each other, and other tests for disks and for programs to end. Modules are compiled once
 # for all the processes that tests start, also where the environment would have each of them do so.
 WORKERS = $$(( $(CORES) + 1 ))
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile \
+run_tests = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(1) --dist loadfile \
   --no-loadscope-reorder --max-worker-restart 0
+PYTEST = $(call run_tests,$(WORKERS))
 # Whatever was built must also be what runs.
 NATIVE_LANE = $(shell test ! -e torchembed/_C.abi3.so || echo TORCHEMBED_LANE=native)
 # What lanes can tell of kernels: all but how the compilers of Triton and of torch take operations,
@@ -62,12 +63,17 @@ serve: $(READY) ## Deploy the newest run of RECIPE, or one that it trains first,
 	@$(call checked,serve)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(CORES)} $(PYTHON) -m recipes.serve $(RECIPE) $(FLAGS)
 
+# The shorter lanes run side by side on as many processes in all, each of which takes seconds to
+# begin. Which of them fails is known once both have ended.
 .PHONY: test
 test: $(READY) ## Run the CPU suite in each of its lanes
 	@$(call checked,test)
 	$(strip $(NATIVE_LANE) $(PYTEST))
-	TRITON_INTERPRET=1 TORCHEMBED_LANE=triton $(PYTEST) $(INTERPRETED)
-	TORCHEMBED_FORCE_REFERENCE=1 TORCHEMBED_LANE=reference $(PYTEST) $(REFERENCE)
+	@mkdir -p build
+	TORCHEMBED_FORCE_REFERENCE=1 TORCHEMBED_LANE=reference $(call run_tests,1) $(REFERENCE) \
+	  >build/reference.txt 2>&1 & reference=$$!; passed=true; \
+	TRITON_INTERPRET=1 TORCHEMBED_LANE=triton $(call run_tests,$(CORES)) $(INTERPRETED) || passed=false; \
+	wait $$reference || passed=false; cat build/reference.txt; $$passed
 
 # The interpreter is not instrumented, so AddressSanitizer is loaded before it; and, beside it, the
 # C++ runtime, for AddressSanitizer to find what throws exceptions.
