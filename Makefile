@@ -14,8 +14,6 @@ DEVICE := $(if $(filter-out 0,$(GPUS)),gpu,cpu)
 RANKS ?= $(if $(filter 1,$(GPUS)),1,2)
 SOURCES := $(wildcard csrc/*.* csrc/cuda/*)
 
-# Every processor of the machine for the ranks together, at least one for each.
-THREADS = $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 ))
 ifeq ($(origin PYTHON),command line)
 # The caller's interpreter: nothing is installed or built unasked, and what is missing is named.
 checked = $(PYTHON) torchembed/core/versions.py --missing $(1)
@@ -54,14 +52,13 @@ help: ## Print this list
 .PHONY: train
 train: $(READY) ## Train RECIPE on RANKS processes
 	@$(call checked,train)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} \
-	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
-	  -m recipes.train $(RECIPE) $(if $(DATA),--data "$(DATA)") $(FLAGS)
+	$(PYTHON) -m recipes.train_on_ranks "$(RANKS)" "$(RECIPE)" $(if $(DATA),--data "$(DATA)") $(FLAGS)
 
 .PHONY: serve
 serve: $(READY) ## Deploy the newest run of RECIPE, or one that it trains first, and serve it
 	@$(call checked,serve)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(CORES)} $(PYTHON) -m recipes.serve $(RECIPE) $(FLAGS)
+	@test -z "$(DATA)" || { echo "DATA must be left out, got $(DATA): make train takes it" >&2; exit 2; }
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(CORES)} $(PYTHON) -m recipes.serve "$(RECIPE)" $(FLAGS)
 
 # The shorter lanes run side by side on as many processes in all, each of which takes seconds to
 # begin. Which of them fails is known once both have ended.

@@ -18,6 +18,11 @@ def launch_id() -> str | None:
     return None if run_id == _NO_ID else run_id
 
 
+def num_launched_ranks() -> int:
+    """Ranks that ``torchrun`` started, of all nodes; 1 where it did not start this process."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
 def check_restarts() -> None:
     """Raise ``RuntimeError`` where ``torchrun`` is to start processes again and could not.
 

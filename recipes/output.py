@@ -97,8 +97,8 @@ def newest_run(recipe: str) -> Path:
     return found[0].parent
 
 
-def earlier_arguments(folder: Path, recipe: str) -> list[str]:
-    """The arguments with which the run in ``folder`` was started.
+def earlier_arguments(folder: Path, recipe: str, flag: str = "--resume") -> list[str]:
+    """The arguments with which the run in ``folder``, which ``flag`` names, was started.
 
     Raises:
         FileNotFoundError: where no run was started there.
@@ -106,11 +106,11 @@ def earlier_arguments(folder: Path, recipe: str) -> list[str]:
     """
     path = folder / _ARGUMENTS_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"--resume names {folder}, and no run was started there")
+        raise FileNotFoundError(f"{flag} names {folder}, and no run was started there")
     note = json.loads(path.read_text())
     if note["recipe"] != recipe:
         raise ValueError(
-            f"--resume names {folder}, a run of {note['recipe']}, and {recipe} is to go on; name "
-            "that recipe"
+            f"{flag} names {folder}, a run of {note['recipe']}, and the recipe to go on with is "
+            f"{recipe}; give {note['recipe']} as the recipe, or name another folder"
         )
     return note["arguments"]

@@ -54,11 +54,14 @@ def joined_ranks() -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
-def check_batch_size(batch_size: int) -> None:
-    """Raise ``ValueError`` where the ranks cannot divide a batch evenly."""
-    if batch_size % world_size():
+def check_batch_size(batch_size: int, num_ranks: int | None = None) -> None:
+    """Raise ``ValueError`` where ranks, those of this run by default, cannot divide a batch
+    evenly."""
+    num_ranks = num_ranks or world_size()
+    if batch_size % num_ranks:
         raise ValueError(
-            f"batch_size must be a multiple of the {world_size()} ranks, got {batch_size}"
+            f"batch_size must be a multiple of the {num_ranks} ranks, got {batch_size}; change "
+            "--batch-size or the number of ranks"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from recipes.ctr import frappe, made, ml1m
 from recipes.dlrm_dcnv2 import config as dlrm
+from recipes.dlrm_dcnv2.run import check as check_dlrm
 from recipes.dlrm_dcnv2.run import run as run_dlrm
 from recipes.dlrm_dcnv2.served import served as served_dlrm
 from recipes.result import RankingResult, Result, Stopped, TasksResult
@@ -30,6 +31,10 @@ class Recipe(NamedTuple):
     served: Callable[[Any, Path], ServedRun] | None = None
     """From the config and the output folder of a run to what servers answer from; None where none
     can."""
+    check: Callable[[Any, int], object] | None = None
+    """Raises ``FileNotFoundError`` or ``ValueError`` where the data of a config are not there, or
+    that many ranks cannot train it. It reads no rows: each rank calls it before it joins the
+    others."""
 
     @property
     def summary(self) -> str:
@@ -43,30 +48,37 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "dlrm_dcnv2": Recipe(dlrm.fitting, run_dlrm, served_dlrm),
-    "dlrm_dcnv2.quickstart": Recipe(dlrm.quickstart, run_dlrm, served_dlrm),
-    "dlrm_dcnv2.criteo_kaggle": Recipe(dlrm.criteo_kaggle, run_dlrm, served_dlrm),
-    "dlrm_dcnv2.mlperf": Recipe(dlrm.mlperf, run_dlrm, served_dlrm),
-    **{name: Recipe(config, made.run, made.served) for name, config in made.CONFIGS.items()},
+    "dlrm_dcnv2": Recipe(dlrm.fitting, run_dlrm, served_dlrm, check_dlrm),
+    "dlrm_dcnv2.quickstart": Recipe(dlrm.quickstart, run_dlrm, served_dlrm, check_dlrm),
+    "dlrm_dcnv2.criteo_kaggle": Recipe(dlrm.criteo_kaggle, run_dlrm, served_dlrm, check_dlrm),
+    "dlrm_dcnv2.mlperf": Recipe(dlrm.mlperf, run_dlrm, served_dlrm, check_dlrm),
     **{
-        f"{name}.frappe": Recipe(config, frappe.run, frappe.served)
+        name: Recipe(config, made.run, made.served, made.check)
+        for name, config in made.CONFIGS.items()
+    },
+    **{
+        f"{name}.frappe": Recipe(config, frappe.run, frappe.served, frappe.check)
         for name, config in frappe.CONFIGS.items()
     },
     **{
-        f"{name}.ml1m": Recipe(config, ml1m.run, ml1m.served)
+        f"{name}.ml1m": Recipe(config, ml1m.run, ml1m.served, ml1m.check)
         for name, config in ml1m.CONFIGS.items()
     },
     # The first names of dcnv2.frappe and dcnv2.ml1m.
-    "ctr-frappe": Recipe(frappe.CONFIGS["dcnv2"], frappe.run, frappe.served),
-    "ctr-ml1m": Recipe(ml1m.CONFIGS["dcnv2"], ml1m.run, ml1m.served),
-    "shared-bottom": Recipe(tasks_of_ml1m.shared_bottom, tasks_of_ml1m.run, tasks_of_ml1m.served),
-    "shared-bottom.sines": Recipe(sines.shared_bottom, sines.run, sines.served),
-    "mmoe": Recipe(tasks_of_ml1m.mmoe, tasks_of_ml1m.run, tasks_of_ml1m.served),
-    "mmoe.sines": Recipe(sines.mmoe, sines.run, sines.served),
-    "ple": Recipe(tasks_of_ml1m.ple, tasks_of_ml1m.run, tasks_of_ml1m.served),
-    "ple.sines": Recipe(sines.ple, sines.run, sines.served),
-    "sasrec": Recipe(encoders.sasrec, encoders.run, encoders.served),
-    "hstu": Recipe(encoders.hstu, encoders.run, encoders.served),
-    "din": Recipe(candidates.din, candidates.run, candidates.served),
-    "two-tower": Recipe(candidates.two_tower, candidates.run, candidates.served),
+    "ctr-frappe": Recipe(frappe.CONFIGS["dcnv2"], frappe.run, frappe.served, frappe.check),
+    "ctr-ml1m": Recipe(ml1m.CONFIGS["dcnv2"], ml1m.run, ml1m.served, ml1m.check),
+    "shared-bottom": Recipe(
+        tasks_of_ml1m.shared_bottom, tasks_of_ml1m.run, tasks_of_ml1m.served, tasks_of_ml1m.check
+    ),
+    "shared-bottom.sines": Recipe(sines.shared_bottom, sines.run, sines.served, sines.check),
+    "mmoe": Recipe(
+        tasks_of_ml1m.mmoe, tasks_of_ml1m.run, tasks_of_ml1m.served, tasks_of_ml1m.check
+    ),
+    "mmoe.sines": Recipe(sines.mmoe, sines.run, sines.served, sines.check),
+    "ple": Recipe(tasks_of_ml1m.ple, tasks_of_ml1m.run, tasks_of_ml1m.served, tasks_of_ml1m.check),
+    "ple.sines": Recipe(sines.ple, sines.run, sines.served, sines.check),
+    "sasrec": Recipe(encoders.sasrec, encoders.run, encoders.served, encoders.check),
+    "hstu": Recipe(encoders.hstu, encoders.run, encoders.served, encoders.check),
+    "din": Recipe(candidates.din, candidates.run, candidates.served, candidates.check),
+    "two-tower": Recipe(candidates.two_tower, candidates.run, candidates.served, candidates.check),
 }

@@ -26,6 +26,7 @@ from recipes.live.trainer import can_train, num_ids
 from recipes.output import RUNS, earlier_arguments, newest_run
 from recipes.registry import RECIPES
 from recipes.train import parse
+from torchembed.serving.__main__ import make_parser
 from torchembed.serving.models import deploy, versions_in
 from torchembed.training import CheckpointFolder
 
@@ -69,8 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--live must be left out for {given.recipe}, since only a run of dlrm_dcnv2 can be "
             "trained on beside its server"
         )
-    run = given.run or newest_or_trained(given.recipe)
-    served = deploy_run(given.recipe, run, given.models)
+    # Before a run is trained for a server that could not start.
+    make_parser().parse_args(flags)
+    try:
+        run = given.run or newest_or_trained(given.recipe)
+        served = deploy_run(given.recipe, run, given.models)
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(f"python -m recipes.serve: {error}") from error
     print(f"serving version {served.version} of {served.name}, from {run}", flush=True)
     with contextlib.ExitStack() as stack:
         brokers = given.kafka
@@ -98,14 +104,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def newest_or_trained(recipe: str) -> Path:
-    """The newest run of a recipe that has saved a checkpoint; trains one where there is none."""
+    """The newest run of a recipe that has saved a checkpoint; trains one where there is none.
+
+    Raises:
+        SystemExit: where training ends with an error, which it has printed, or a signal stops it.
+    """
     with contextlib.suppress(FileNotFoundError):
         folder = newest_run(recipe)
         saved = (folder / "checkpoint", *folder.glob("seed-*/checkpoint"))
         if any(CheckpointFolder(path).steps() for path in saved):
             return folder
     print(f"{RUNS} holds no run of {recipe} yet: training one", flush=True)
-    subprocess.run([sys.executable, "-m", "recipes.train", recipe], check=True)
+    trained = subprocess.run([sys.executable, "-m", "recipes.train", recipe], check=False)
+    if trained.returncode:
+        raise SystemExit(trained.returncode)
     return newest_run(recipe)
 
 
@@ -151,7 +163,7 @@ def _read_record(path: Path) -> object:
 
 def _config_of(recipe: str, run: Path) -> Any:
     """The config with which a run was started."""
-    return parse([recipe, *earlier_arguments(run, recipe)]).config
+    return parse([recipe, *earlier_arguments(run, recipe, "--run")]).config
 
 
 def _as_json(name: str, values: torch.Tensor) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import recipes
 import torchembed
+from recipes.launch import num_launched_ranks
 from recipes.output import earlier_arguments, newest_run, prepare_output
 from recipes.ranks import joined_ranks
 from recipes.registry import RECIPES
@@ -82,13 +83,27 @@ def parse(arguments: Sequence[str]) -> Command:
     return Command(name, config, options, found.resume is not None)
 
 
+def parse_and_check(arguments: Sequence[str], num_ranks: int) -> Command:
+    """As :func:`parse`, and checked by the recipe's ``check`` for ``num_ranks``.
+
+    Raises:
+        SystemExit: in place of the errors of both, with their messages.
+    """
+    try:
+        command = parse(arguments)
+        check = RECIPES[command.recipe].check
+        if check is not None:
+            check(command.config, num_ranks)
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(f"python -m recipes.train: {error}") from error
+    return command
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, train, and print the result on rank 0."""
     start = time.perf_counter()
-    try:
-        name, config, options, is_resumed = parse(sys.argv[1:] if arguments is None else arguments)
-    except (FileNotFoundError, ValueError) as error:
-        raise SystemExit(f"python -m recipes.train: {error}") from error
+    given = sys.argv[1:] if arguments is None else arguments
+    name, config, options, is_resumed = parse_and_check(given, num_launched_ranks())
     # What sharding takes of the memory.
     logging.basicConfig(format="%(message)s")
     logging.getLogger("torchembed").setLevel(logging.INFO)

@@ -38,9 +38,11 @@ import torch
 import tyro
 
 from bench.data import dlrm_dcnv2 as workload
+from bench.data.workload import EXPONENTS
 from bench.report.result_file import Row, write_results
 from bench.step.profile import profile_steps
 from bench.tiers.disk import measured_disk_rates
+from bench.tiers.disk_room import check_caches, check_disk
 from bench.tiers.fbgemm import FbgemmTraining
 from bench.tiers.link import measured_rates
 from bench.tiers.losses import ExpectedLosses
@@ -49,6 +51,7 @@ from bench.tiers.row_text import HEADER, row_text, set_up_text
 from bench.tiers.setting import TierSetting, make_setting
 from bench.tiers.storages import cached_part, on_device, plan_of, planned
 from bench.tiers.training import TorchembedTraining
+from torchembed import Disk
 from torchembed.data import Batch
 from torchembed.sharding.planning.topology import MEMORY_SHARE, available_host_bytes
 
@@ -107,6 +110,21 @@ class Config:
     profiles: Path | None = None
     """A folder for a table of kernels and a trace of each line, on a GPU."""
 
+    def __post_init__(self) -> None:
+        for name, known in (("systems", SYSTEMS), ("ids", tuple(EXPONENTS))):
+            unknown = [given for given in getattr(self, name) if given not in known]
+            if unknown:
+                raise ValueError(f"{name} must be of {', '.join(known)}, got {', '.join(unknown)}")
+        if not all(0 < part <= 1 for part in self.parts):
+            raise ValueError(f"parts must be above 0 and at most 1, got {self.parts}")
+        if not self.host_times >= 1:
+            raise ValueError(f"host_times must be at least 1, got {self.host_times}")
+        for name in ("max_rows", "num_checked", "num_repeats", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not all(size >= 1 for size in self.batch_sizes):
+            raise ValueError(f"batch_sizes must be at least 1, got {self.batch_sizes}")
+
 
 class _Line(NamedTuple):
     """A system that is measured."""
@@ -123,7 +141,7 @@ class Bench:
         self._config, self._device = config, device
         of_disk = None
         if config.disk is not None:
-            config.disk.mkdir(exist_ok=True)
+            check_disk(config.disk, config.optimizer, config.max_rows)
             of_disk = measured_disk_rates(config.disk)
         self._rates = Rates(measured_rates(device), of_disk)
         self.rows: list[Row] = []
@@ -237,7 +255,7 @@ class Bench:
     ) -> list[Row]:
         """The rows of a system: one, or of a cache for all rows two."""
         config, start = self._config, time.perf_counter()
-        with contextlib.closing(self._system(line, setting)) as system:
+        with contextlib.closing(self._system(line, setting, batches)) as system:
             own = [system.batch(batch) for batch in batches]
             checked = own[: config.num_checked] * 2
             # Around again, since the last steps read ahead.
@@ -290,7 +308,7 @@ class Bench:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _system(self, line: _Line, setting: TierSetting) -> Any:
+    def _system(self, line: _Line, setting: TierSetting, batches: Sequence[Batch]) -> Any:
         name, part, config = line.system, line.part, self._config
         if name in LOCATIONS:
             return FbgemmTraining(setting, LOCATIONS[name], part or 0.0)
@@ -302,7 +320,11 @@ class Bench:
         if part is None:
             return TorchembedTraining(setting, on_device(setting))
         disk = config.disk if name == "disk" else None
-        return TorchembedTraining(setting, cached_part(setting, part, disk, config.host_times))
+        stored = cached_part(setting, part, disk, config.host_times)
+        storage = next(iter(stored.values()))
+        if isinstance(storage, Disk):
+            check_caches(storage, batches, config.max_rows)
+        return TorchembedTraining(setting, stored)
 
     @staticmethod
     def _profile(folder: Path, line: _Line, setting: TierSetting, step: Any) -> None:

@@ -6,7 +6,7 @@ penalty, dropout and structure that were found best there. The penalty is FuxiCT
 times the sum of squares of all rows of all tables is added to each batch's loss.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from recipes.ctr.run import run_seeds
 from recipes.ctr.served import served_clicks
 from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
+from recipes.ranks import check_batch_size
 from recipes.result import Result, Stopped
 from recipes.served_run import ServedRun
 from torchembed.data.data_path import DataPath
@@ -53,7 +54,10 @@ FIELDS = (
 )
 
 
-FILES = ("Frappe_x1/train.csv", "frappe_x1r/frappe_x1r.npz")
+FILES: Mapping[str, Sequence[str]] = {
+    "Frappe_x1/train.csv": ("valid.csv", "test.csv"),
+    "frappe_x1r/frappe_x1r.npz": (),
+}
 COLUMNS = ("label", *FIELDS)
 PARTS = ("train", "valid", "test")
 
@@ -116,15 +120,21 @@ CONFIGS = {
 """The config of each model."""
 
 
+def check(config: CtrConfig, num_ranks: int) -> None:
+    """Look for the files; raises as :func:`~recipes.data_folder.find_data` where one is missing."""
+    check_batch_size(config.batch_size, num_ranks)
+    find_data(FILES, config.data)
+
+
 def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopped:
     """Train on Frappe_x1 as published."""
-    splits = read(find_data(*FILES, data=config.data))
+    splits = read(find_data(FILES, config.data))
     return run_seeds(config, lambda seed: splits, device, output)
 
 
 def served(config: CtrConfig, output: Path) -> ServedRun:
     """The best seed's model, asked of test rows."""
-    splits = read(find_data(*FILES, data=config.data))
+    splits = read(find_data(FILES, config.data))
     return served_clicks(config, lambda seed: splits, output)
 
 
@@ -155,11 +165,6 @@ def _read_csv(folder: DataPath) -> list[NDArray[np.int64]]:
     parts = []
     for part in PARTS:
         path = folder / f"{part}.csv"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{folder} must hold train.csv, valid.csv and test.csv, and "
-                f"{path.name} is missing; fetch all three"
-            )
         rows = read_numbers(path, COLUMNS, separator=",", has_header=True)
         bad = (rows[:, 0] != 0) & (rows[:, 0] != 1)
         if bad.any():

@@ -14,6 +14,7 @@ from recipes.ctr.rows import BagEach, OneIdEach, Rows
 from recipes.ctr.run import run_seeds
 from recipes.ctr.served import served_clicks
 from recipes.ctr.splits import Splits
+from recipes.ranks import check_batch_size
 from recipes.result import Result, Stopped
 from recipes.served_run import ServedRun
 from torchembed.data import ClickLog, ClickLogConfig, Split
@@ -42,6 +43,11 @@ def _config(kind: type[CtrConfig]) -> Callable[[str | Path | None], CtrConfig]:
 
 CONFIGS = {name: _config(kind) for name, kind in MODELS.items()}
 """The config of each model."""
+
+
+def check(config: CtrConfig, num_ranks: int) -> None:
+    """Raise ``ValueError`` where the ranks cannot divide a batch evenly."""
+    check_batch_size(config.batch_size, num_ranks)
 
 
 def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopped:

@@ -6,7 +6,7 @@ rows are divided at random, 8 : 1 : 1, anew for each seed.
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +22,15 @@ from recipes.ctr.run import run_seeds
 from recipes.ctr.served import served_clicks
 from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
+from recipes.ranks import check_batch_size
 from recipes.result import Result, Stopped
 from recipes.served_run import ServedRun
 from torchembed.data import text_ids
 from torchembed.data.data_path import DataPath
 
-FILES = ("ml-1m/ratings.dat", "ml-1m/ratings.npz")
+FILES: Mapping[str, Sequence[str]] = dict.fromkeys(
+    ("ml-1m/ratings.dat", "ml-1m/ratings.npz"), ("users.dat", "movies.dat")
+)
 _USERS = ("UserID", "Gender", "Age", "Occupation", "Zip-code")
 _MOVIES = ("MovieID", "Title", "Genres")
 _RATINGS = ("UserID", "MovieID", "Rating", "Timestamp")
@@ -56,15 +59,21 @@ CONFIGS = {name: _config(kind) for name, kind in MODELS.items()}
 """The config of each model."""
 
 
+def check(config: CtrConfig, num_ranks: int) -> None:
+    """Look for the files; raises as :func:`~recipes.data_folder.find_data` where one is missing."""
+    check_batch_size(config.batch_size, num_ranks)
+    find_data(FILES, config.data)
+
+
 def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopped:
     """Train on random divisions of the ratings."""
-    rows = read(find_data(*FILES, data=config.data))
+    rows = read(find_data(FILES, config.data))
     return run_seeds(config, lambda seed: divide(rows, seed), device, output)
 
 
 def served(config: CtrConfig, output: Path) -> ServedRun:
     """The best seed's model, asked of test rows."""
-    rows = read(find_data(*FILES, data=config.data))
+    rows = read(find_data(FILES, config.data))
     return served_clicks(config, lambda seed: divide(rows, seed), output)
 
 

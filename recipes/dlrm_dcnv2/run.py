@@ -43,6 +43,26 @@ from torchembed.training import (
 )
 
 
+def check(config: DlrmConfig, num_ranks: int) -> None:
+    """Open the data, and read none of their rows.
+
+    Raises:
+        FileNotFoundError: where the folder lacks files.
+        ValueError: where the ranks cannot divide a batch evenly, or files are not as they must be.
+    """
+    check_batch_size(config.batch_size, num_ranks)
+    if config.data is None:
+        return
+    try:
+        if config.daily:
+            day_files(config.data)
+        open_clicks(config.data, batch_size=1, table_sizes=config.table_sizes)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}; name a folder of text, Parquet or MLPerf's files with --data"
+        ) from error
+
+
 def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stopped:
     """Train, evaluate on validation rows along the way, and end with the test rows.
 

@@ -51,10 +51,16 @@ def two_tower(data: str | Path | None = None) -> CandidateConfig:
     )
 
 
+def check(config: CandidateConfig, num_ranks: int) -> None:
+    """Look for the files; raises as :func:`~recipes.data_folder.find_data` where one is missing."""
+    check_batch_size(config.batch_size, num_ranks)
+    find_data(FILES, config.data)
+
+
 def run(config: CandidateConfig, device: torch.device, output: Path) -> RankingResult | Stopped:
     """Train once for each seed."""
     check_batch_size(config.batch_size)
-    data = read(find_data(*FILES, data=config.data))
+    data = read(find_data(FILES, config.data))
     samples = Samples(data, max_length=config.max_length, num_left_out=HELD_OUT)
     if len(samples) < config.batch_size:
         raise ValueError(
@@ -67,7 +73,7 @@ def run(config: CandidateConfig, device: torch.device, output: Path) -> RankingR
 def served(config: CandidateConfig, output: Path) -> ServedRun:
     """The last seed's model: DIN gives the probability of each candidate, two towers give users'
     vectors and the scores of candidates."""
-    data = read(find_data(*FILES, data=config.data))
+    data = read(find_data(FILES, config.data))
     samples = Samples(data, max_length=config.max_length, num_left_out=HELD_OUT)
 
     def build(seed: int) -> DIN | TwoTower:

@@ -40,10 +40,16 @@ def hstu(data: str | Path | None = None) -> SequenceConfig:
     return SequenceConfig(data=data, encoder=Encoder.HSTU)
 
 
+def check(config: SequenceConfig, num_ranks: int) -> None:
+    """Look for the files; raises as :func:`~recipes.data_folder.find_data` where one is missing."""
+    check_batch_size(config.batch_size, num_ranks)
+    find_data(FILES, config.data)
+
+
 def run(config: SequenceConfig, device: torch.device, output: Path) -> RankingResult | Stopped:
     """Train once for each seed."""
     check_batch_size(config.batch_size)
-    data = read(find_data(*FILES, data=config.data))
+    data = read(find_data(FILES, config.data))
     return run_seeds(config, lambda seed: _prepared(config, data, seed, device), output)
 
 
@@ -53,7 +59,7 @@ def served(config: SequenceConfig, output: Path) -> ServedRun:
     Raises:
         ValueError: for HSTU where the data have times, which requests do not.
     """
-    data = read(find_data(*FILES, data=config.data))
+    data = read(find_data(FILES, config.data))
     if config.encoder is Encoder.HSTU and data.times is not None:
         raise ValueError(
             "a run of hstu must be on data without times to be served, since requests have none, "

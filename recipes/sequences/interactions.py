@@ -1,5 +1,6 @@
 """MovieLens-1M as sequences: what each user has rated, in order of time."""
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,9 @@ from torch import Tensor
 from recipes.ctr.number_file import read_numbers
 from torchembed.data.data_path import DataPath
 
-FILES = ("ml-1m/ratings.dat", "ml-1m/ratings.npz")
+FILES: Mapping[str, Sequence[str]] = dict.fromkeys(
+    ("ml-1m/ratings.dat", "ml-1m/ratings.npz"), ("movies.dat",)
+)
 _RATINGS = ("UserID", "MovieID", "Rating", "Timestamp")
 
 

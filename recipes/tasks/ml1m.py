@@ -13,6 +13,7 @@ import torch
 from recipes.ctr import ml1m
 from recipes.ctr.rows import Rows
 from recipes.data_folder import find_data
+from recipes.ranks import check_batch_size
 from recipes.result import Stopped, TasksResult
 from recipes.served_run import ServedRun
 from recipes.tasks.config import Architecture, TasksConfig
@@ -49,6 +50,14 @@ def ple(data: str | Path | None = None) -> TasksConfig:
     return TasksConfig(data=data, architecture=Architecture.PLE)
 
 
+def check(config: TasksConfig, num_ranks: int) -> None:
+    """Look for the tasks and the files; raises as :func:`~recipes.tasks.run.chosen_tasks` and
+    :func:`~recipes.data_folder.find_data`."""
+    check_batch_size(config.batch_size, num_ranks)
+    chosen_tasks(config, TASKS)
+    find_data(ml1m.FILES, config.data)
+
+
 def run(config: TasksConfig, device: torch.device, output: Path) -> TasksResult | Stopped:
     """Train on random divisions of the ratings."""
     tasks = chosen_tasks(config, TASKS)
@@ -65,7 +74,7 @@ def served(config: TasksConfig, output: Path) -> ServedRun:
 
 def _read(config: TasksConfig, tasks: Sequence[Task]) -> Rows:
     """All ratings, with the labels of the tasks."""
-    rated = ml1m.read_rated(find_data(*ml1m.FILES, data=config.data))
+    rated = ml1m.read_rated(find_data(ml1m.FILES, config.data))
     of_tasks = {"like": (rated.labels >= 4).float(), "rating": rated.labels}
     labels = {task.name: of_tasks[task.name] for task in tasks}
     return dataclasses.replace(rated, labels=labels)

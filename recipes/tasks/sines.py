@@ -22,6 +22,7 @@ from torch import Tensor
 
 from recipes.ctr.rows import OneIdEach, Rows
 from recipes.ctr.splits import Splits
+from recipes.ranks import check_batch_size
 from recipes.result import Stopped, TasksResult
 from recipes.served_run import ServedRun
 from recipes.tasks.config import Architecture, TasksConfig
@@ -81,6 +82,18 @@ def mmoe(data: str | Path | None = None) -> SinesConfig:
 def ple(data: str | Path | None = None) -> SinesConfig:
     """PLE of one level on two made regressions of sines whose correlation is --correlation."""
     return SinesConfig(data=data, architecture=Architecture.PLE)
+
+
+def check(config: SinesConfig, num_ranks: int) -> None:
+    """Look for the tasks; raises as :func:`~recipes.tasks.run.chosen_tasks`, and ``ValueError`` for
+    a folder of data."""
+    check_batch_size(config.batch_size, num_ranks)
+    chosen_tasks(config, TASKS)
+    if config.data is not None:
+        raise ValueError(
+            f"--data must be left out for made rows, got {config.data}; the recipes shared-bottom, "
+            "mmoe and ple read data"
+        )
 
 
 def run(config: SinesConfig, device: torch.device, output: Path) -> TasksResult | Stopped:

@@ -10,8 +10,11 @@ from recipes.data_folder import find_data
 from recipes.dlrm_dcnv2.run import check_memory
 from recipes.registry import RECIPES
 from recipes.result import Result, result_line
+from recipes.serve import main as serve
 from recipes.train import main, parse
+from recipes.train_on_ranks import main as train_on_ranks
 from tests.support import made_data
+from tests.support.source_tree import ROOT
 
 
 def test_data_that_is_not_there() -> None:
@@ -21,19 +24,106 @@ def test_data_that_is_not_there() -> None:
         main(["dlrm_dcnv2", "--data", "nowhere"])
 
 
-@pytest.mark.parametrize("recipe", ["ctr-frappe", "ctr-ml1m"])
-def test_a_folder_without_the_data(recipe: str, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"is needed and is not in .*--data.*TORCHEMBED"):
+@pytest.mark.parametrize(
+    ("recipe", "needed"),
+    [
+        ("lr.frappe", r"Frappe_x1/train.csv or frappe_x1r/frappe_x1r.npz is needed and is not in "),
+        ("mmoe", r"ml-1m/ratings.dat or ml-1m/ratings.npz is needed and is not in "),
+        ("ctr-ml1m", r"ml-1m/ratings.dat or ml-1m/ratings.npz is needed and is not in "),
+        ("sasrec", r"ml-1m/ratings.dat or ml-1m/ratings.npz is needed and is not in "),
+        ("din", r"ml-1m/ratings.dat or ml-1m/ratings.npz is needed and is not in "),
+        ("dlrm_dcnv2", r".* must hold train.txt, .*; name a folder of text, Parquet or MLPerf's "),
+    ],
+)
+def test_a_folder_without_the_data(recipe: str, needed: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=rf"^python -m recipes.train: {needed}.*--data"):
         main([recipe, "--data", str(tmp_path), "--output", str(tmp_path / "out")])
+    assert not list(tmp_path.iterdir())
 
 
 def test_where_data_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made_data.write_frappe(tmp_path)
-    assert find_data("Frappe_x1/train.csv", data=tmp_path) == path
-    assert find_data("Frappe_x1/train.csv", data=path.parent) == path
-    assert find_data("x/x.npz", "Frappe_x1/train.csv", data=path.parent) == path
+    train: dict[str, tuple[str, ...]] = {"Frappe_x1/train.csv": ("test.csv",)}
+    assert find_data(train, tmp_path) == path
+    assert find_data(train, path.parent) == path
+    assert find_data({"x/x.npz": (), **train}, path.parent) == path
     monkeypatch.setenv("TORCHEMBED_DATA", str(tmp_path))
-    assert find_data("Frappe_x1/train.csv", data=None) == path
+    assert find_data(train, None) == path
+
+
+@pytest.mark.parametrize(("recipe", "names"), [("fm.ml1m", "users.dat"), ("hstu", "movies.dat")])
+def test_a_folder_without_a_part_of_the_data(recipe: str, names: str, tmp_path: Path) -> None:
+    ratings = made_data.write_ml1m(tmp_path)
+    ratings.with_name(names).unlink()
+    with pytest.raises(SystemExit, match=rf"ratings.dat is read with .* lacks {names}; put it"):
+        main([recipe, "--data", str(tmp_path), "--output", str(tmp_path / "out")])
+
+
+def test_days_that_cannot_be_trained_daily(tmp_path: Path) -> None:
+    made_data.write_criteo_text(tmp_path, 20)
+    with pytest.raises(SystemExit, match=r"at least two files to be trained daily, .* leave daily"):
+        main(["dlrm_dcnv2", "--data", str(tmp_path), "--daily"])
+
+
+def test_tasks_and_data_that_a_recipe_does_not_have(tmp_path: Path) -> None:
+    made_data.write_ml1m(tmp_path)
+    with pytest.raises(SystemExit, match=r"tasks must be of \['like', 'rating'\], .* \['buy'\]"):
+        main(["mmoe", "--data", str(tmp_path), "--tasks", "buy"])
+    with pytest.raises(SystemExit, match=r"--data must be left out for made rows, got .*; the rec"):
+        main(["ple.sines", "--data", str(tmp_path)])
+
+
+def test_ranks_are_started_after_the_command_line_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda path, arguments: started.extend(arguments))
+    for num_ranks in ("0", "-1", "abc", ""):
+        with pytest.raises(SystemExit, match="2"):
+            train_on_ranks([num_ranks, "lr"])
+        said = capsys.readouterr().err
+        assert f"RANKS: must be a whole number of at least 1, got '{num_ranks}'" in said
+    for arguments, message in (
+        (("2", "nosuch"), "2"),
+        (("2", "lr", "--nosuch"), "2"),
+        (("2", "lr.frappe", "--data", str(tmp_path)), "is needed and is not in"),
+        (("3", "lr"), "batch_size must be a multiple of the 3 ranks, got 4096; change --batch"),
+        (("2", "lr", "--help"), "0"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            train_on_ranks(arguments)
+    assert not started
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    train_on_ranks(["2", "lr", "--max-epochs", "1"])
+    assert started[1:] == [
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "recipes.train", "lr", "--max-epochs", "1"),
+    ]
+    assert os.environ["OMP_NUM_THREADS"] == str(max(len(os.sched_getaffinity(0)) // 2, 1))
+
+
+def test_what_cannot_be_served_is_said_before_a_run_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        serve(["lr", "--nosuch"])
+    assert "torchembed.serving: error: unrecognized arguments: --nosuch" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"recipes.serve: --run names nothing, and no run was"):
+        serve(["lr", "--run", "nothing"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_cannot_be_trained_to_be_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TORCHEMBED_DATA", str(tmp_path))
+    with pytest.raises(SystemExit, match="1"):
+        serve(["lr.frappe"])
+    said = capfd.readouterr().err
+    assert "is needed and is not in" in said and "Traceback" not in said
 
 
 def test_an_output_folder_that_cannot_be_made(tmp_path: Path) -> None:

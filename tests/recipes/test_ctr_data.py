@@ -13,6 +13,7 @@ from recipes.ctr.models import DCNv2Config
 from recipes.ctr.rows import Rows
 from recipes.ctr.run import build_model
 from recipes.ctr.tables import rows_in_tables
+from recipes.data_folder import find_data
 from recipes.dynamic import Eviction, table_size
 from recipes.train import parse
 from tests.support import made_data
@@ -198,8 +199,11 @@ def test_bad_lines_of_frappe_are_named(
 def test_missing_parts_of_frappe_are_named(tmp_path: Path) -> None:
     path = made_data.write_frappe(tmp_path)
     path.with_name("valid.csv").unlink()
-    with pytest.raises(FileNotFoundError, match=r"train.csv, valid.csv and test.csv, and valid.cs"):
-        frappe.read(path)
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"train.csv is read with valid.csv and test.csv beside it, and .* lacks valid.csv",
+    ):
+        find_data(frappe.FILES, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The real data sets are what the protocols say they are, where they are there."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,21 @@ from recipes.sequences import interactions
 from torchembed.data import Split
 
 
-def find_or_skip(*files: str) -> Path:
+def find_or_skip(files: Mapping[str, Sequence[str]]) -> Path:
     try:
-        return find_data(*files, data=None)
+        return find_data(files, None)
     except FileNotFoundError as error:
         pytest.skip(str(error))
 
 
 def test_frappe() -> None:
-    splits = frappe.read(find_or_skip(*frappe.FILES))
+    splits = frappe.read(find_or_skip(frappe.FILES))
     assert [len(part) for part in splits[1:]] == [202_027, 57_722, 28_860]
     assert sum(feature.num_ids for feature in splits.rows.features.values()) == 5382
 
 
 def test_ml1m() -> None:
-    rows = ml1m.read(find_or_skip(*ml1m.FILES))
+    rows = ml1m.read(find_or_skip(ml1m.FILES))
     assert len(rows.labels) == 739_012
     assert round(float(rows.labels.mean()), 4) == 0.7784
     sizes = {name: feature.num_ids for name, feature in rows.features.items()}
@@ -46,13 +47,13 @@ def test_ml1m() -> None:
 
 
 def test_sequences_of_ml1m() -> None:
-    data = interactions.read(find_or_skip(*interactions.FILES))
+    data = interactions.read(find_or_skip(interactions.FILES))
     assert (len(data.items), data.num_users, data.num_items) == (1_000_209, 6040, 3883)
     assert int(data.offsets.diff().min()) == 20
 
 
 def test_criteo_kaggle() -> None:
-    path = find_or_skip("criteo_kaggle_first10k/train.txt.gz")
+    path = find_or_skip({"criteo_kaggle_first10k/train.txt.gz": ()})
     config = criteo_kaggle(path.parent)
     num_rows = {
         split: sum(len(batch.labels) for batch in run.open_split(config, split))

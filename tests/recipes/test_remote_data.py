@@ -46,7 +46,7 @@ def test_small_data_is_read(tmp_path: Path, url: str, recipe: type[frappe] | typ
     write = made_data.write_frappe if recipe is frappe else made_data.write_ml1m
     write(tmp_path)
     places = (tmp_path, upload(tmp_path, url))
-    both = [recipe.read(find_data(*recipe.FILES, data=data)) for data in places]
+    both = [recipe.read(find_data(recipe.FILES, data)) for data in places]
     local, remote = (rows.rows if recipe is frappe else rows for rows in both)
     assert torch.equal(local.labels, remote.labels)
     assert local.features.keys() == remote.features.keys()

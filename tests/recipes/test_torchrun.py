@@ -95,7 +95,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed_and_the_run_goes_on(tmp_path: 
 
 
 def test_a_failing_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
-    (tmp_path / "ratings.dat").touch()
+    made_data.write_ml1m(tmp_path).write_text("")
     run = torchrun("ctr-ml1m", "--data", str(tmp_path), "--output", str(tmp_path / "out"))
     assert run.returncode != 0
     assert "RESULT" not in run.stdout

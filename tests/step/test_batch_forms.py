@@ -492,7 +492,16 @@ def test_a_batch_in_place_of_batches_is_refused() -> None:
         ),
         (LOSS, {}, TypeError, "model must be a torch.nn.Module, got function"),
         (nn.Identity(), {}, ValueError, "model must have parameters"),
-        (OfIds(), {"autocast": "bf16"}, TypeError, "a dtype, as torch.bfloat16, .* got 'bf16'"),
+        (
+            OfIds(),
+            {"autocast": "bf16"},
+            TypeError,
+            "autocast must be torch.bfloat16 or None, got 'bf",
+        ),
+        (
+            *(OfIds(), {"autocast": torch.float16}, ValueError),
+            "autocast must be torch.bfloat16 or None, got torch.float16, .*GradScaler in a loop",
+        ),
         (OfIds(), {"max_grad_norm": "1"}, TypeError, "max_grad_norm must be a number or None"),
         (OfIds(), {"max_grad_norm": -1.0}, ValueError, "max_grad_norm must not be negative"),
         (OfIds(), {"timeout_seconds": 0}, ValueError, "timeout_seconds must be positive, got 0"),

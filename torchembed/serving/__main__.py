@@ -11,13 +11,8 @@ from torchembed.serving.server import Server, add_flags, config_of, memory_table
 from torchembed.stores import RowStoreError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT.
-
-    Returns:
-        The exit status: 0 after a graceful end, 2 where the server could not start.
-    """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m torchembed.serving",
         description="Serve the models of a folder by the Open Inference Protocol.",
@@ -27,7 +22,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="print the memory that is needed, and load nothing"
     )
     add_flags(parser)
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Returns:
+        The exit status: 0 after a graceful end, 2 where the server could not start.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    given = make_parser().parse_args(arguments)
     try:
         config = config_of(given, given.models)
         if given.check:

@@ -117,7 +117,8 @@ class TrainPipeline:
         optimizers: one, or several, that together hold every parameter that requires a gradient,
             and no others. Captured steps may update them in another order.
         device: where batches go; the model's by default.
-        autocast: the dtype of ``torch.autocast`` around forward and loss.
+        autocast: the dtype of ``torch.autocast`` around forward and loss, as ``torch.bfloat16``.
+            ``torch.float16`` is refused, since it needs a scaled loss.
         max_grad_norm: a bound of the joint 2-norm of all gradients, after their mean over ranks: of
             dense parameters and of all ranks' rows, each row's summed gradient once. If the norm is
             larger, all are scaled before any update, as ``torch.nn.utils.clip_grad_norm_`` does, in

@@ -12,6 +12,7 @@ from bench.step.reference_step import Expected
 from bench.tiers import __main__ as tiers
 from bench.tiers import losses, storages
 from bench.tiers.disk import measured_disk_rates
+from bench.tiers.disk_room import check_disk
 from bench.tiers.link import measured_rates
 from bench.tiers.setting import TierSetting, make_setting
 from bench.tiers.training import TorchembedTraining
@@ -169,6 +170,42 @@ def test_a_batch_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -
     bench.run()
     assert "share a cache of" in bench.rows[1]["not_printed_because"]
     assert "not printed: RuntimeError: tables cat_0, " in capsys.readouterr().out
+
+
+def test_what_a_disk_has_no_room_for_is_said_before_rows_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(CONFIG, systems=("disk",), disk=tmp_path / "rows", parts=(0.01,))
+    monkeypatch.setattr(tiers, "TorchembedTraining", None)  # nothing is to be made
+    bench = tiers.Bench(config, CPU)
+    bench.run()
+    (row,) = bench.rows
+    assert "parts must give room for the" in row["not_printed_because"]
+    assert not list((tmp_path / "rows").iterdir())
+    bench = tiers.Bench(dataclasses.replace(config, parts=(0.2,), host_times=1.0), CPU)
+    bench.run()
+    assert "raise --host-times" in bench.rows[0]["not_printed_because"]
+    capsys.readouterr()
+    with pytest.raises(OSError, match=r"where .* GB are free, and \d+ rows of 1024 bytes take"):
+        check_disk(tmp_path, "adagrad", 10**15)
+    with pytest.raises(FileNotFoundError, match=r"--disk must be a folder, .* got .*/b; make .*/a"):
+        check_disk(tmp_path / "a" / "b", "adagrad", 10)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("systems", ("device", "tape"), "systems must be of device, host, .*, got tape"),
+        ("ids", ("zipf", "same"), "ids must be of .*, got same"),
+        ("parts", (0.0,), "parts must be above 0 and at most 1, got"),
+        ("host_times", 0.5, "host_times must be at least 1, got 0.5"),
+        ("steps", 0, "steps must be at least 1, got 0"),
+        ("batch_sizes", (0,), "batch_sizes must be at least 1, got"),
+    ],
+)
+def test_settings_that_cannot_be_measured(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **{field: value})
 
 
 def test_the_parts_of_tables_add_up() -> None:
