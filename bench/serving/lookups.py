@@ -52,8 +52,8 @@ class Setting:
     num_calls: int = 1_000
     """Timed calls of the smallest lookups and forwards; of larger ones as many as take a second."""
     batch_sizes: tuple[int, ...] = (32, 1024, 65_536)
-    captures: bool = True
-    """Whether served forwards are CUDA graphs."""
+    captured_sizes: tuple[int, ...] = (32, 1024, 16_384)
+    """Of the CUDA graphs of served forwards; none for no graphs."""
     matmul_precision: str = "highest"
     """Of float32 matrix products of all forwards, as ``torch.set_float32_matmul_precision`` has
     it."""
@@ -102,10 +102,11 @@ def _small_lookups(setting: Setting, device: torch.device) -> None:
             assert not found.is_default.any(), "a lookup missed the cache"
             launches = _launches(device, lambda: lookup.look_up(asked, of_tables))
             print(f"launches of LeveledLookup.look_up: {launches}")
-            call = _synchronized(lambda: lookup.look_up(asked, of_tables), device)
-            _print_times(f"look_up, {what}", call, setting)
+            if device.type == "cuda":
+                assert torch.cuda.current_stream().query(), "an answer came before its rows"
+            _print_times(f"look_up, {what}", lambda: lookup.look_up(asked, of_tables), setting)
             on_host = asked.cpu(), of_tables.cpu()
-            call = _synchronized(lambda: lookup.look_up(*on_host), device)
+            call = lambda: lookup.look_up(*on_host)  # noqa: E731
             _print_times(f"look_up, {what} in memory of the host", call, setting)
             call = _synchronized(lambda: cache.look_up(asked, of_tables), device)
             _print_times(f"of the cache alone, {what}", call, setting)
@@ -172,8 +173,9 @@ def _forwards(setting: Setting, device: torch.device) -> None:
             levels = RowLevels([store], list(served))
             return LeveledLookup(cache, levels, hit_rate_threshold=2.0)
 
-        sizes = setting.batch_sizes if setting.captures else ()
-        options = ModelOptions(make_lookup=make, device=device, captured_sizes=sizes)
+        options = ModelOptions(
+            make_lookup=make, device=device, captured_sizes=setting.captured_sizes
+        )
         plain = model.to(device)
         with ModelRepository(Path(folder), options) as repository:
             repository.start()

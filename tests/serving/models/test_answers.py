@@ -35,8 +35,9 @@ def of_dtype(arguments: Any, dtype: torch.dtype) -> Any:
     """``arguments`` with their floating-point tensors in ``dtype``."""
 
     def converted(leaf: object) -> object:
-        is_number = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if is_number else leaf
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf.to(dtype)
+        return leaf
 
     return tree_map(converted, arguments)
 

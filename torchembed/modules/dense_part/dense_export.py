@@ -113,7 +113,10 @@ def export_dense(
     """
     fed = FedVectors(recording.calls, dtype)
     batch = Dim("batch")
-    examples = [*_leaf_examples(tree, recording, batch), *_fed_examples(recording, batch, model)]
+    examples = [
+        *_leaf_examples(tree, recording, batch),
+        *_fed_examples(recording, batch, model, dtype),
+    ]
     arguments = [example.argument for example in examples]
     with fed_modules(model, list(recording.calls), fed), _frozen(model):
         weights = {name: _rounded(w, dtype) for name, w in dense_tensors(model).items()}
@@ -224,21 +227,28 @@ def _leaf_examples(tree: ArgumentTree, recording: Recording, batch: Dim) -> Iter
         yield _Example(argument, leaf.detach(), dims)
 
 
-def _fed_examples(recording: Recording, batch: Dim, model: nn.Module) -> Iterator[_Example]:
-    device = _device(model)
+def _fed_examples(
+    recording: Recording, batch: Dim, model: nn.Module, dtype: torch.dtype | None
+) -> Iterator[_Example]:
+    options: dict[str, Any] = {"device": _device(model), "dtype": dtype or torch.float32}
     num_samples = recording.batch_size
     for number, lookup in enumerate(recording.lookups):
         dim = recording.tables[lookup.table].dim
-        vectors = Argument(kind=ArgumentKind.VECTORS, name=lookup.feature, lookup=number)
+        vectors = Argument(
+            kind=ArgumentKind.VECTORS,
+            name=lookup.feature,
+            lookup=number,
+            dtype="" if dtype is None else str(dtype),
+        )
         hotness = recording.features[lookup.feature].hotness
         if lookup.combining is not Combining.EACH:
-            yield _Example(vectors, torch.zeros(num_samples, dim, device=device), {0: batch})
+            yield _Example(vectors, torch.zeros(num_samples, dim, **options), {0: batch})
         elif hotness is not None:
-            example = torch.zeros(num_samples, hotness, dim, device=device)
+            example = torch.zeros(num_samples, hotness, dim, **options)
             yield _Example(vectors, example, {0: batch})
         else:
             values, lengths = recording.jagged[number]
-            yield _Example(vectors, values, {0: Dim.AUTO})
+            yield _Example(vectors, _rounded(values, dtype), {0: Dim.AUTO})
             argument = Argument(kind=ArgumentKind.LENGTHS, name=lookup.feature, lookup=number)
             yield _Example(argument, lengths, {0: batch})
 

@@ -84,7 +84,8 @@ class Argument:
     shape: tuple[int, ...] = ()
     """Shape of an unused argument; -1 stands for the number of samples."""
     dtype: str = ""
-    """Name of an unused argument's dtype in torch."""
+    """Name of the dtype in torch of an unused argument, and of vectors where these are not
+    float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ class ModelConfig:
     """None for an answer to each request on its own."""
     captured_sizes: tuple[Annotated[int, AtLeast(1)], ...] = ()
     """Numbers of samples for which whole answers are captured in CUDA graphs, which answer batches
-    of at most as many samples whose rows are all cached."""
+    whose rows are all cached, larger ones in parts."""
     hit_rate_threshold: Annotated[float, AtLeast(0)] = 1.1
     """From this part of a lookup's rows in the cache on, the others are answered by their defaults
     and read behind it; above 1 lookups wait for all rows."""

@@ -32,6 +32,7 @@ class CachedPooling:
         hotness: ids of a sample, by feature, in the order of the ids.
         batch_size: the most samples.
         served: each feature with its table and pooling.
+        dtype: of the vectors.
 
     Raises:
         ValueError: for features that are lacking, or tables that are not served.
@@ -43,8 +44,10 @@ class CachedPooling:
         hotness: dict[str, int],
         batch_size: int,
         served: Sequence[ServedFeature],
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._cache, self._hotness, self._batch_size = cache, hotness, batch_size
+        self._dtype = dtype
         self._plan = FeaturePlan(cache, tuple(hotness), served)
         self.num_ids = batch_size * sum(hotness.values())
         """Ids of the most samples."""
@@ -64,7 +67,7 @@ class CachedPooling:
         features = self._features(ids)
         tables = torch.where(self._samples < num_samples, self._tables, -1)
         found = self._cache.find(ids, tables, reads=self._plan.reads(features))
-        vectors = pool_cached(features, self._plan, self._cache, found)
+        vectors = pool_cached(features, self._plan, self._cache, found, self._dtype)
         return CachedFeatures(vectors, found.num_missing)
 
     def _features(self, ids: Tensor) -> SparseFeatures:

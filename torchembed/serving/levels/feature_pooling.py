@@ -14,17 +14,22 @@ from torchembed.serving.levels.feature_plan import FeaturePlan
 
 
 def pool_cached(
-    features: SparseFeatures, plan: FeaturePlan, cache: EmbeddingCache, found: FoundRows
+    features: SparseFeatures,
+    plan: FeaturePlan,
+    cache: EmbeddingCache,
+    found: FoundRows,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """The vectors of each feature, straight from the cache, default rows for ids that it lacks.
-    Waits for nothing, but for a GPU where jagged features are not pooled."""
+    """The vectors of each feature, in ``dtype``, straight from the cache, default rows for ids that
+    it lacks. Waits for nothing, but for a GPU where jagged features are not pooled."""
     vectors: dict[str, Tensor] = {}
     for planned in plan.poolings:
         if planned.pooling is None:
-            rows = cache.read(found, planned.group)
+            rows = cache.read(found, planned.group).to(dtype)
             vectors |= _sequences(features, planned.features, rows)
         else:
-            pooled = cache.pool(found, planned.group, _bags(features, planned.pooling))
+            bags = _bags(features, planned.pooling)
+            pooled = cache.pool(found, planned.group, bags).to(dtype)
             vectors |= {features.keys[place]: pooled[:, place] for place in planned.features}
     return vectors
 

@@ -2,13 +2,15 @@
 
 import bisect
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchembed.modules.dense_part.forms import Argument, ArgumentKind, BadIds, Combining
+from torchembed.modules.dense_part.forms import Argument, ArgumentKind, BadIds, Combining, Lookup
 from torchembed.serving.levels.cached_pooling import CachedPooling
 from torchembed.serving.models.dense_program import DenseProgram, DenseWeights
 from torchembed.serving.models.description import ModelDescription
@@ -23,6 +25,8 @@ def vectors_argument(
     description: ModelDescription, argument: Argument, found: Tensor, num_samples: int
 ) -> Tensor:
     """The vectors of a lookup, as the dense part takes them."""
+    if argument.dtype:
+        found = found.to(_dtype(argument))
     lookup = description.lookups[argument.lookup]
     hotness = description.feature(lookup.feature).hotness
     # Of features that came as jagged ones the program takes the ids one after another.
@@ -36,8 +40,11 @@ def vectors_argument(
 def unused_argument(argument: Argument, num_samples: int, device: torch.device) -> Tensor:
     """An argument that the outputs do not depend on."""
     shape = [num_samples if n < 0 else n for n in argument.shape]
-    dtype = getattr(torch, argument.dtype.removeprefix("torch."))
-    return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=_dtype(argument), device=device)
+
+
+def _dtype(argument: Argument) -> torch.dtype:
+    return getattr(torch, argument.dtype.removeprefix("torch."))
 
 
 def can_be_captured(
@@ -58,6 +65,23 @@ def can_be_captured(
             for lookup in description.lookups
         )
     )
+
+
+class _IdPlace(NamedTuple):
+    """Where the ids of a lookup go."""
+
+    feature: str
+    greatest_id: int | None
+    """Of a table that takes ids out of range for the nearest one."""
+    memory: np.ndarray
+    """int64, for those of the most samples, of the host."""
+
+
+def _greatest_id(description: ModelDescription, lookup: Lookup) -> int | None:
+    table = description.table(lookup.table)
+    if table.num_ids is None or table.bad_ids is not BadIds.CLAMP:
+        return None
+    return table.num_ids - 1
 
 
 class _CapturedForward:
@@ -89,15 +113,29 @@ class _CapturedForward:
             str(number): description.feature(lookup.feature).hotness or 0
             for number, lookup in zip(part.numbers, lookups, strict=True)
         }
-        self._pooling = CachedPooling(part.leveled.cache, hotness, num_samples, part.features)
-        before = np.cumsum([0, *hotness.values()])[:-1] * num_samples
-        self._places = list(zip(lookups, (1 + before).tolist(), strict=True))
-        """Each lookup, and where its ids begin."""
+        # All at once: a launch for each feature takes longer than what it does.
+        dtypes = {
+            _dtype(a) for a in description.arguments if a.kind is ArgumentKind.VECTORS and a.dtype
+        }
+        self._pooling = CachedPooling(
+            part.leveled.cache,
+            hotness,
+            num_samples,
+            part.features,
+            dtype=dtypes.pop() if dtypes else torch.float32,
+        )
         # The number of samples comes before the ids, so that both are one copy.
         self._host_ids = torch.zeros(
             1 + self._pooling.num_ids, dtype=torch.int64, pin_memory=is_cuda
         )
         self._ids = self._host_ids.to(device)
+        parts = np.split(
+            self._host_ids.numpy()[1:], np.cumsum(list(hotness.values()))[:-1] * num_samples
+        )
+        self._places = [
+            _IdPlace(lookup.feature, _greatest_id(description, lookup), part)
+            for lookup, part in zip(lookups, parts, strict=True)
+        ]
         self._host_inputs: dict[str, Tensor] = {}
         for form in description.inputs:
             zeros = torch.from_numpy(np.zeros((num_samples, *form.shape), dtype=form.dtype))
@@ -110,31 +148,33 @@ class _CapturedForward:
         self._graph: torch.cuda.CUDAGraph | None = None
         if is_cuda:
             self._graph = captured_graph(self._run, torch.cuda.Stream(device))
+            self._is_done = torch.cuda.Event()
+        self._num_enqueued = 0
 
     def enqueue(self, request: Request) -> None:
-        """Compute on the current stream. The caller is inside the cache's ``access``."""
-        ids, count = self._host_ids.numpy(), request.num_samples
-        ids[0] = count
-        for lookup, first in self._places:
-            of_feature = request.features[lookup.feature].ids
-            table = self._description.table(lookup.table)
-            if table.num_ids is not None and table.bad_ids is BadIds.CLAMP:
-                of_feature = of_feature.clip(0, table.num_ids - 1)
-            ids[first : first + len(of_feature)] = of_feature
+        """Compute on the current stream, after :meth:`outputs` of what was enqueued before. The
+        caller is inside the cache's ``access``."""
+        count, features = request.num_samples, request.features
+        self._num_enqueued = count
+        self._host_ids.numpy()[0] = count
+        for feature, greatest, memory in self._places:
+            ids = features[feature].ids
+            memory[: len(ids)] = ids if greatest is None else ids.clip(0, greatest)
         for name, host in self._host_inputs.items():
             host.numpy()[:count] = request.dense[name]
         if self._graph is None:
             self._run()
         else:
             self._graph.replay()
+            self._is_done.record(self._part.leveled.cache.access.stream_of(self._device))
 
-    def outputs(self, num_samples: int) -> list[np.ndarray] | None:
+    def outputs(self) -> list[np.ndarray] | None:
         """The outputs of what was enqueued, or None where it missed rows; waits for the device."""
         if self._graph is not None:
-            self._part.leveled.cache.access.stream_of(self._device).synchronize()
+            self._is_done.synchronize()
         if int(self._host_missing):
             return None
-        return [output.numpy()[:num_samples].copy() for output in self._host_outputs]
+        return [output.numpy()[: self._num_enqueued].copy() for output in self._host_outputs]
 
     def _run(self) -> None:
         for host, result in zip(self._host_outputs, self._compute(), strict=True):
@@ -163,12 +203,15 @@ class CapturedForwards:
     """Answers of a version to requests whose rows are all cached, one after another: its lookups
     and its dense part are one CUDA graph for each of some numbers of samples.
 
+    Larger requests are answered in parts: while the GPU computes one, the host copies the next.
+
     Args:
         description: of a model that :func:`can_be_captured`.
         part: its lookups.
         program: its dense part.
         weights: of that; graphs have a copy.
-        sizes: numbers of samples, to which those of requests are rounded up.
+        sizes: numbers of samples, to which those of requests are rounded up. There are two graphs
+            of the largest one.
 
     Raises:
         Exception: what CUDA raises where the program cannot be captured.
@@ -190,31 +233,46 @@ class CapturedForwards:
         with part.leveled.cache.access.reading():
             self._forwards = [
                 _CapturedForward(description, part, program, self._weights, size)
-                for size in self._sizes
+                for size in (*self._sizes, self._sizes[-1])
             ]
 
-    def answer(self, request: Request, weights: DenseWeights) -> dict[str, np.ndarray] | None:
-        """The outputs by name; None for a request that is larger than all graphs.
+    def answer(self, request: Request, weights: DenseWeights) -> dict[str, np.ndarray]:
+        """The outputs by name.
 
         Raises:
             MissedRowsError: where rows are not cached, whose use the cache has noted.
         """
-        place = bisect.bisect_left(self._sizes, request.num_samples)
-        if place == len(self._sizes):
-            return None
-        forward = self._forwards[place]
+        results: list[list[np.ndarray] | None] = []
+        under_way = deque[_CapturedForward]()
         with self._lock:
             with self._leveled.cache.access.reading():
                 if weights is not self._written:
                     for kept, weight in zip(self._weights, weights.tensors, strict=True):
                         kept.copy_(weight)
                     self._written = weights
-                forward.enqueue(request)
-            results = forward.outputs(request.num_samples)
-        if results is None:
+                for forward, part in self._parts_of(request):
+                    if len(under_way) == 2:
+                        results.append(under_way.popleft().outputs())
+                    forward.enqueue(part)
+                    under_way.append(forward)
+            results += [forward.outputs() for forward in under_way]
+        found = [of_part for of_part in results if of_part is not None]
+        if len(found) < len(results):
             raise MissedRowsError
         self._leveled.count(sum(len(f.ids) for f in request.features.values()))
-        return dict(zip(self._names, results, strict=True))
+        outputs = found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))
+        return dict(zip(self._names, outputs, strict=True))
+
+    def _parts_of(self, request: Request) -> Iterator[tuple[_CapturedForward, Request]]:
+        """Parts of ``request``, each with a graph; no graph has two of three that follow each
+        other's start: the largest ones take turns."""
+        largest, count = self._sizes[-1], request.num_samples
+        for number, first in enumerate(range(0, count, largest)):
+            num_samples = min(count - first, largest)
+            place = bisect.bisect_left(self._sizes, num_samples)
+            is_largest = place == len(self._sizes) - 1
+            part = request if num_samples == count else request.part(first, first + num_samples)
+            yield self._forwards[place + (is_largest and number % 2)], part
 
 
 class MissedRowsError(Exception):

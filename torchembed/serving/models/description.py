@@ -80,6 +80,17 @@ class ModelDescription:
         jagged = {feature.name for feature in self.features if feature.hotness is None}
         return frozenset(jagged | {f"{name}.weights" for name in jagged})
 
+    @functools.cached_property
+    def num_ids(self) -> Mapping[str, int]:
+        """By feature, the number from which on its tables refuse ids."""
+        found: dict[str, int] = {}
+        for lookup in self.lookups:
+            table = self.table(lookup.table)
+            if table.num_ids is not None and table.bad_ids is BadIds.RAISE:
+                before = found.get(lookup.feature, table.num_ids)
+                found[lookup.feature] = min(before, table.num_ids)
+        return found
+
     def form(self) -> ModelForm:
         """What requests and answers are made of."""
         inputs = [

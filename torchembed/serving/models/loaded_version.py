@@ -121,9 +121,8 @@ class LoadedVersion:
             except MissedRowsError:
                 is_use = False
             else:
-                if arrays is not None:
-                    num_default = np.zeros(request.num_samples, dtype=np.int32)
-                    return _answer(arrays, num_default, weights, outputs)
+                num_default = np.zeros(request.num_samples, dtype=np.int32)
+                return _answer(arrays, num_default, weights, outputs)
         vectors: dict[int, Tensor] = {}
         num_default = np.zeros(request.num_samples, dtype=np.int32)
         for part in self._parts:

@@ -33,8 +33,8 @@ class ModelOptions:
     """Device of the dense part."""
     captured_sizes: tuple[int, ...] = ()
     """Numbers of samples for which whole answers are captured in CUDA graphs, which answer requests
-    of at most as many samples whose rows are all cached; none for no graphs. Models of jagged
-    features or weights of ids are computed without."""
+    whose rows are all cached, larger ones in parts; none for no graphs. Models of jagged features
+    or weights of ids are computed without."""
     row_format: RowFormat = RowFormat.FP32
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """By table: each element of the row that ids without one are answered by, in place of what the

@@ -1,5 +1,6 @@
 """Requests: their arrays, checked, and the features that tables look up for them."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,20 @@ class Request(NamedTuple):
     dense: dict[str, np.ndarray]
     features: dict[str, FeatureIds]
 
+    def part(self, first: int, last: int) -> "Request":
+        """The samples from ``first`` to before ``last``, all of whose features are of fixed hotness
+        and without weights; shares the arrays."""
+        features = {}
+        for name, (ids, lengths, _) in self.features.items():
+            hotness = len(ids) // self.num_samples
+            of_part = ids[first * hotness : last * hotness]
+            features[name] = FeatureIds(of_part, lengths[first:last], None)
+        dense = {name: array[first:last] for name, array in self.dense.items()}
+        return Request(last - first, dense, features)
+
+
+_FIRST = np.array([0])
+
 
 def check_request(description: ModelDescription, inputs: Mapping[str, np.ndarray]) -> Request:
     """The arrays of a request, checked.
@@ -48,11 +63,15 @@ def check_request(description: ModelDescription, inputs: Mapping[str, np.ndarray
         raise InvalidRequestError(
             f"inputs must be {sorted(forms)}, got none of {lacking} and unknown ones {unknown}"
         )
-    sizes = set[int]()
+    sizes, jagged = set[int](), description.jagged_inputs
     for name, form in forms.items():
-        _check_form(form, inputs[name])
-        if name not in description.jagged_inputs:
-            sizes.add(len(inputs[name]))
+        array = inputs[name]
+        shape = array.shape
+        # The first dim is of any size.
+        if array.dtype != form.dtype or not shape or shape[1:] != form.shape[1:]:
+            raise InvalidRequestError(_misfit(form, array))
+        if name not in jagged:
+            sizes.add(shape[0])
     if len(sizes) != 1:
         raise InvalidRequestError(
             f"inputs must all have one number of samples, got {sorted(sizes)}"
@@ -70,38 +89,30 @@ def check_request(description: ModelDescription, inputs: Mapping[str, np.ndarray
 
 def _check_ids(description: ModelDescription, features: Mapping[str, FeatureIds]) -> None:
     """Raise ``InvalidRequestError`` for ids that their table refuses."""
-    checked: list[tuple[str, int, np.ndarray]] = []
-    for lookup in description.lookups:
-        table, ids = description.table(lookup.table), features[lookup.feature].ids
-        if table.num_ids is not None and table.bad_ids is BadIds.RAISE and ids.size:
-            checked.append((lookup.feature, table.num_ids, ids))
-    # Few ids are joined, so that those of all lookups are looked at in one call.
-    is_joined = sum(ids.size for _, _, ids in checked) <= _MOST_JOINED_IDS
-    for some in [checked] if checked and is_joined else [[each] for each in checked]:
-        arrays = [ids for _, _, ids in some]
-        firsts = np.cumsum([0, *(ids.size for ids in arrays[:-1])])
+    num_ids = description.num_ids
+    names = [name for name in num_ids if features[name].ids.size]
+    sizes = [features[name].ids.size for name in names]
+    # Few ids are joined, so that those of all features are looked at in one call.
+    is_joined = sum(sizes) <= _MOST_JOINED_IDS
+    for some in [names] if names and is_joined else [[name] for name in names]:
+        arrays = [features[name].ids for name in some]
+        firsts = np.array([0, *itertools.accumulate(sizes[:-1])]) if len(some) > 1 else _FIRST
         every = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         # As unsigned numbers negative ones are the greatest.
-        greatest = np.maximum.reduceat(every.view(np.uint64), firsts)
-        is_bad = greatest >= np.array([num_ids for _, num_ids, _ in some], dtype=np.uint64)
-        if is_bad.any():
-            feature, num_ids, ids = some[int(is_bad.argmax())]
-            bad = ids[(ids < 0) | (ids >= num_ids)][0]
-            raise InvalidRequestError(
-                f"ids of feature {feature} must be in [0, {num_ids}), got {bad}"
-            )
+        greatest = np.maximum.reduceat(every.view(np.uint64), firsts).tolist()
+        for name, most in zip(some, greatest, strict=True):
+            if most >= num_ids[name]:
+                ids = features[name].ids
+                bad = ids[(ids < 0) | (ids >= num_ids[name])][0]
+                raise InvalidRequestError(
+                    f"ids of feature {name} must be in [0, {num_ids[name]}), got {bad}"
+                )
 
 
-def _check_form(form: TensorForm, array: np.ndarray) -> None:
+def _misfit(form: TensorForm, array: np.ndarray) -> str:
     if array.dtype != form.dtype:
-        raise InvalidRequestError(
-            f"input {form.name} must be of dtype {form.dtype}, got {array.dtype}"
-        )
-    # The first dim is of any size.
-    if array.ndim != len(form.shape) or array.shape[1:] != form.shape[1:]:
-        raise InvalidRequestError(
-            f"input {form.name} must have shape {list(form.shape)}, got {list(array.shape)}"
-        )
+        return f"input {form.name} must be of dtype {form.dtype}, got {array.dtype}"
+    return f"input {form.name} must have shape {list(form.shape)}, got {list(array.shape)}"
 
 
 def _feature_ids(
