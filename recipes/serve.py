@@ -59,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, help="the run's folder, in place of the newest one")
     parser.add_argument("--models", type=Path, default=_MODELS, help="where it is deployed")
     parser.add_argument(
+        "--dense-dtype",
+        choices=("float16", "bfloat16"),
+        help="deploy the dense part in 16 bits",
+    )
+    parser.add_argument(
         "--live",
         action="store_true",
         help="train the run on, publish it, ask the server, and show how it follows",
@@ -74,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make_parser().parse_args(flags)
     try:
         run = given.run or newest_or_trained(given.recipe)
-        served = deploy_run(given.recipe, run, given.models)
+        dense_dtype = given.dense_dtype and getattr(torch, given.dense_dtype)
+        served = deploy_run(given.recipe, run, given.models, dense_dtype)
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(f"python -m recipes.serve: {error}") from error
     print(f"serving version {served.version} of {served.name}, from {run}", flush=True)
@@ -121,9 +127,12 @@ def newest_or_trained(recipe: str) -> Path:
     return newest_run(recipe)
 
 
-def deploy_run(recipe: str, run: Path, models: Path) -> DeployedRun:
+def deploy_run(
+    recipe: str, run: Path, models: Path, dense_dtype: torch.dtype | None = None
+) -> DeployedRun:
     """Deploy the newest checkpoint of a run, or of its best seed, as the newest version of the
-    recipe's model, unless it is that already.
+    recipe's model, unless it is that already; ``dense_dtype`` is that of
+    :func:`~torchembed.serving.models.deploy`.
 
     The version is the checkpoint's number of steps, or the next one after the newest version where
     that is no smaller, as after another run. A file beside ``models`` says which checkpoint the
@@ -137,7 +146,11 @@ def deploy_run(recipe: str, run: Path, models: Path) -> DeployedRun:
     served = make_served(_config_of(recipe, run), run)
     newest = max(versions_in(models, recipe), default=0)
     record = models.parent / f"{recipe}.deployed.json"
-    deployed = {"checkpoints": str(served.checkpoints.resolve()), "num_steps": served.num_steps}
+    deployed = {
+        "checkpoints": str(served.checkpoints.resolve()),
+        "num_steps": served.num_steps,
+        "dense_dtype": None if dense_dtype is None else str(dense_dtype),
+    }
     if newest == 0 or _read_record(record) != {"version": newest, **deployed}:
         newest = max(served.num_steps, newest + 1)
         deploy(
@@ -148,6 +161,7 @@ def deploy_run(recipe: str, run: Path, models: Path) -> DeployedRun:
             examples=served.examples,
             output=served.output,
             output_names=served.output_names,
+            dense_dtype=dense_dtype,
         )
         record.write_text(json.dumps({"version": newest, **deployed}) + "\n")
     inputs = [_as_json(name, values) for name, values in served.request.items()]

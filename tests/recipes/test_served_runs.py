@@ -75,6 +75,11 @@ def test_what_is_served_is_the_newest_version(
     # Nothing says what was deployed.
     (tmp_path / "lr.frappe.deployed.json").unlink()
     assert deploy_run("lr.frappe", first, models).version == steps + 3
+    # What is deployed in another dtype is another version.
+    for _ in range(2):
+        assert deploy_run("lr.frappe", first, models, torch.bfloat16).version == steps + 4
+    answer = answer_of(models, "lr.frappe")["click"]
+    assert not np.array_equal(answer, torch.tensor(answer).bfloat16().float())
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,7 @@ def export_dense(
                     "model must be one that torch.export takes with any number of samples, and is "
                     f"not{where}: {error}"
                 ) from error
-    # Labels, and losses of them, are looked at by nothing that is asked for.
-    program.graph.eliminate_dead_code()
-    program.graph_module.recompile()
+    _simplify(program)
     placeholders = _placeholders(program, len(arguments))
     kinds = [
         _argument(example, placeholder, recording)
@@ -184,6 +182,17 @@ def export_dense(
             )
     hotness = _constant_hotness(examples, placeholders)
     return DenseExport(program, weights, tuple(kinds), tuple(inputs), tuple(outputs), hotness)
+
+
+def _simplify(program: ExportedProgram) -> None:
+    """Take out the comparisons of tensors with the dtype and the device that they had in the
+    export, and what no output depends on, as labels and losses of them."""
+    for node in program.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
+    ):
+        program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

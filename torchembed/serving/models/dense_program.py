@@ -32,7 +32,6 @@ class DenseProgram:
 
     def __init__(self, program: ExportedProgram, device: torch.device) -> None:
         moved = move_to_device_pass(program, device)
-        _forget_devices(moved.graph_module)
         constants: list[Tensor] = []
         for spec in moved.graph_signature.input_specs:
             if spec.target is not None:
@@ -45,15 +44,6 @@ class DenseProgram:
         """The outputs, float32, of ``arguments`` behind ``weights``."""
         with torch.inference_mode():
             return self._run(*self._constants, *weights, *arguments)
-
-
-def _forget_devices(module: torch.fx.GraphModule) -> None:
-    """Take out the comparisons of tensors with the device that they had when they were exported."""
-    for node in module.graph.find_nodes(
-        op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
-    ):
-        module.graph.erase_node(node)
-    module.recompile()
 
 
 def program_bytes(program: ExportedProgram) -> bytes:
