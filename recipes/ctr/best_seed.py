@@ -1,14 +1,11 @@
 """The best of the trainings of several seeds."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import nn
-
-from recipes.ctr.config import EarlyStoppedConfig
 from recipes.served_run import no_checkpoint
-from torchembed.training import CheckpointFolder, EarlyStop, TrainingRun
+from torchembed.training import CheckpointFolder, EarlyStop
 
 
 class BestSeed(NamedTuple):
@@ -23,23 +20,21 @@ class BestSeed(NamedTuple):
     checkpoints: Path
 
 
-def best_seed(
-    config: EarlyStoppedConfig, build_model: Callable[[int], nn.Module], output: Path
-) -> BestSeed:
-    """The best training of those that have come to an evaluation.
+def best_seed(seeds: Iterable[int], output: Path) -> BestSeed:
+    """The best training of those of ``seeds`` that have come to an evaluation.
 
     Args:
-        build_model: from a seed to the model that was trained.
+        seeds: of the run.
         output: of the run, with a folder of each seed.
 
     Raises:
         FileNotFoundError: where none has.
     """
     scores: dict[int, float] = {}
-    for seed in config.seeds:
-        saved, early_stop = CheckpointFolder(output / f"seed-{seed}" / "newest"), EarlyStop()
-        if saved.steps():
-            saved.load(TrainingRun(model=build_model(seed), others={"early_stop": early_stop}))
+    for seed in seeds:
+        early_stop = EarlyStop()
+        newest = CheckpointFolder(output / f"seed-{seed}" / "newest")
+        newest.load_others({"early_stop": early_stop})
         if early_stop.best_auc is not None:
             scores[seed] = early_stop.best_auc
     if not scores:

@@ -54,7 +54,7 @@ def served_best(
         build: from a seed to its model, untrained.
         output: of the run.
     """
-    best = best_seed(config, build, output)
+    best = best_seed(config.seeds, output)
     num_steps = newest_step(best.checkpoints)
 
     splits = read(best.seed)

@@ -209,17 +209,55 @@ def test_other_optimizers_and_others_are_named(tmp_path: Path) -> None:
     for run, message in (
         (
             TrainingRun(model=model, optimizers=[adagrad], others={"loader": Counter()}),
-            r"optimizers\.0 is of Adam, .*; others 'loader' was not saved",
+            r"optimizers\.0 is Adam of torch, .*; others 'loader' was not saved",
         ),
         (
             TrainingRun(model=model, optimizers=[torch.optim.SGD(model.parameters())]),
-            r"optimizers\.0 has 2 parameter groups, and 1 in the run; optimizers\.0 is of Adam",
+            r"optimizers\.0 has 2 parameter groups, and 1 in the run; optimizers\.0 is Adam of",
         ),
         (TrainingRun(model=model, optimizers=[adam, adam]), r"optimizers\.1 was not saved"),
         (TrainingRun(model=model, others={"loader": Counter()}), r"others 'loader' was not saved"),
     ):
         with pytest.raises(ValueError, match=message):
             CheckpointFolder(tmp_path).load(run)
+
+
+def test_optimizers_of_one_name_from_two_packages_are_told_apart(tmp_path: Path) -> None:
+    model = TinyModel()
+    fused = torchembed.optim.SGD(model.tables.parameters(), lr=0.25)
+    CheckpointFolder(tmp_path).save(1, TrainingRun(model=model, optimizers=[fused]))
+    plain = torch.optim.SGD(model.tables.parameters(), lr=0.5)
+    with pytest.raises(
+        ValueError, match=r"optimizers\.0 is SGD of torchembed, and the run's is SGD of torch\. Not"
+    ):
+        CheckpointFolder(tmp_path).load(TrainingRun(model=model, optimizers=[plain]))
+    assert plain.param_groups[0]["lr"] == 0.5
+
+    class SGD(torchembed.optim.SGD):
+        """An optimizer of a script, whose package has another name when it is imported."""
+
+    SGD.__module__ = "__main__"
+    of_script = SGD(model.tables.parameters(), lr=0.5)
+    CheckpointFolder(tmp_path).load(TrainingRun(model=model, optimizers=[of_script]))
+    assert of_script.param_groups[0]["lr"] == 0.25
+
+
+def test_others_are_loaded_without_a_model(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    assert folder.load_others({"counter": Counter()}) is None
+    for step in (1, 2):
+        folder.save(step, dataclasses.replace(new_run(), others={"counter": Counter(step)}))
+    counter, before = Counter(), torch.get_rng_state()
+    assert folder.load_others({"counter": counter}) == 2
+    assert counter.value == 2
+    assert folder.load_others({"counter": counter}, step=1) == 1
+    assert counter.value == 1
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ValueError, match=r"others 'loader' was not saved\. Nothing was loaded"):
+        folder.load_others({"counter": counter, "loader": Counter()})
+    assert counter.value == 1
+    with pytest.raises(FileNotFoundError, match="3"):
+        folder.load_others({"counter": counter}, step=3)
 
 
 def test_fewer_optimizers_than_were_saved_are_named(tmp_path: Path) -> None:

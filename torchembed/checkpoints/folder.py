@@ -1,12 +1,16 @@
 """A folder of checkpoints: how they are saved, completed, checked and loaded."""
 
 import atexit
+import contextlib
 import datetime
 import logging
 import numbers
 import re
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torchembed.checkpoints.files.atomic_folder import AtomicFolder
 from torchembed.checkpoints.files.database_files import DatabaseFolders
@@ -21,6 +25,7 @@ from torchembed.checkpoints.marker import Marker
 from torchembed.checkpoints.run.run_databases import RunDatabases
 from torchembed.checkpoints.run.run_state import (
     check_agreement,
+    load_others,
     load_state,
     on_cpu,
     state_of,
@@ -246,12 +251,53 @@ class CheckpointFolder:
             ValueError: if a file is not as it was written, or the checkpoint is of another model
                 or run, with all mismatches. Nothing is changed in either case.
         """
+        with self._opened(step) as opened:
+            if opened is None:
+                return None
+            found_step, saved = opened
+            self.rows_left_out = load_state(run, saved)
+        if ranks.rank() == 0:
+            for name, number in self.rows_left_out.items():
+                _logger.warning(
+                    "%d ids of %s in %s found no row and were left out: those of the least scores "
+                    "in a table that is smaller",
+                    number,
+                    name,
+                    saved.name,
+                )
+        return found_step
+
+    def load_others(self, others: Mapping[str, Stateful], step: int | None = None) -> int | None:
+        """Read the states of ``others`` alone, of the newest complete checkpoint or the one of
+        ``step``, as :meth:`load` does for a run that has them: no model is needed. Random
+        generators stay as they are. Collective.
+
+        Returns:
+            The step, or None if there is no complete checkpoint and ``step`` is None.
+
+        Raises:
+            FileNotFoundError, TimeoutError, ConnectionError: as for :meth:`load`.
+            ValueError: if a file is not as it was written, or one of ``others`` was not saved.
+                Nothing is changed in either case.
+        """
+        with self._opened(step) as opened:
+            if opened is None:
+                return None
+            found_step, saved = opened
+            load_others(others, saved)
+        return found_step
+
+    @contextlib.contextmanager
+    def _opened(self, step: int | None) -> Iterator[tuple[int, SavedState] | None]:
+        """The newest complete checkpoint, or the one of ``step``, and its step, once its files are
+        compared with its marker; None where there is none. Collective."""
         self.wait()
         what = f"load a checkpoint of {self}"
         group = self._cpu_group(what)
         checkpoint = decide_on_first_rank(lambda: self._contents.choose(step), what, group)
         if checkpoint is None:
-            return None
+            yield None
+            return
         path = self._storage.path(str(checkpoint))
         # Rank 0 chooses, and the others must see the same marker: the folder may have changed
         # between their looks at it, or be another one.
@@ -274,20 +320,10 @@ class CheckpointFolder:
             local_folder=folders.local,
         )
         try:
-            self.rows_left_out = load_state(run, saved)
+            yield checkpoint.step, saved
         finally:
             tensors.databases.close()
             folders.close()
-        if ranks.rank() == 0:
-            for name, number in self.rows_left_out.items():
-                _logger.warning(
-                    "%d ids of %s in %s found no row and were left out: those of the least scores "
-                    "in a table that is smaller",
-                    number,
-                    name,
-                    saved.name,
-                )
-        return checkpoint.step
 
     def _read_marker(self, path: str, seen_by_first: bytes) -> Marker:
         try:

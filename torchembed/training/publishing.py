@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.checkpoints import model_rows
-from torchembed.checkpoints.exports.delta_folder import dynamic_tables
+from torchembed.checkpoints.exports.model_changes import (
+    changes_since,
+    current_marks,
+    dynamic_tables,
+)
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import raise_on_all_ranks
 from torchembed.modules.served_names import dense_tensors, table_names
-from torchembed.modules.table_module import TableModule
 from torchembed.streams import DeliveryError, UpdatePublisher
-from torchembed.tables import DeltaMark, RowChunk, SnapshotDueError, Table, TableDelta
+from torchembed.tables import DeltaMark, RowChunk, Table, TableDelta
 from torchembed.training.published_ids import PublishedIds
 
 
@@ -110,7 +113,7 @@ class ModelPublisher:
         """
         what = f"publish version {version} of {self.name}"
         raise_on_all_ranks(lambda: self._settle(version), what)
-        changes = self._changes(ranks.any_rank(whole or self._is_whole_due))
+        changes = self._changes(whole or self._is_whole_due)
         published = raise_on_all_ranks(lambda: self._send(changes, version), what)
         self._marks, self._is_whole_due, self._version = changes.marks, False, version
         return published
@@ -161,10 +164,6 @@ class ModelPublisher:
             )
         self.flush(self._timeout_seconds)
 
-    def _modules(self) -> dict[str, TableModule]:
-        found = self._model.named_modules()
-        return {n: m for n, m in found if isinstance(m, TableModule) and m.has_dynamic_tables}
-
     def _published_here(self) -> dict[str, Table]:
         """The dynamic tables whose rows this rank publishes, by their weights."""
         tables = dynamic_tables(self._model)
@@ -172,7 +171,7 @@ class ModelPublisher:
 
     def _note_deployed(self) -> None:
         """Take it that servers have what there is now; collective."""
-        self._marks = {name: module.delta_mark() for name, module in self._modules().items()}
+        self._marks = current_marks(self._model)
         for weight in self._names:
             chunks = model_rows(self._model, weight, with_states=False)
             for chunk in chunks if weight in self._ids else ():
@@ -180,27 +179,13 @@ class ModelPublisher:
 
     def _changes(self, is_whole: bool) -> _Changes:
         """Find what there is to publish; collective."""
-        modules = self._modules()
-        is_whole = ranks.any_rank(is_whole or self._marks.keys() != modules.keys())
-        found = {}
-        for name, module in () if is_whole else modules.items():
-            try:
-                found[name] = module.delta(self._marks[name])
-            except SnapshotDueError:
-                is_whole = True
-        is_whole = ranks.any_rank(is_whole)
-        if is_whole:
-            marks = {name: module.delta_mark() for name, module in modules.items()}
+        found = changes_since(self._model, self._marks, is_whole=is_whole)
+        if found.is_whole:
             rows = {w: model_rows(self._model, w, with_states=False) for w in self._names}
-            return _Changes(rows, {}, marks)
-        here = {id(table): weight for weight, table in self._published_here().items()}
-        deltas = {
-            here[id(table)]: delta.tables[table.spec.name]
-            for name, delta in found.items()
-            for table in modules[name].table_set.tables
-            if id(table) in here
-        }
-        return _Changes({}, deltas, {name: delta.mark for name, delta in found.items()})
+            return _Changes(rows, {}, found.marks)
+        here = self._published_here()
+        deltas = {weight: delta for weight, delta in found.tables.items() if weight in here}
+        return _Changes({}, deltas, found.marks)
 
     def _send(self, changes: _Changes, version: int) -> Published:
         """Hand changes to the publisher; this rank's part of them."""

@@ -8,6 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchembed.checkpoints.exports.model_changes import (
+    ModelChanges,
+    changes_since,
+    dynamic_tables,
+)
 from torchembed.checkpoints.exports.model_shards import ModelShards
 from torchembed.checkpoints.exports.whole_model import write_tensors
 from torchembed.checkpoints.files.checked_json import to_checked_json
@@ -18,14 +23,11 @@ from torchembed.checkpoints.rows.model_rows import model_rows
 from torchembed.checkpoints.rows.row_folder import export_rows
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import decide_on_first_rank
-from torchembed.modules.table_module import TableModule
 from torchembed.tables import (
     DeltaMark,
     RowChunk,
-    SnapshotDueError,
     Table,
     TableDelta,
-    table_of,
 )
 
 FORMAT = 1
@@ -122,45 +124,17 @@ class DeltaFolder:
             )
         self._folders.begin(number)
 
-    def _changes(self, model: nn.Module, number: int) -> "_Changes":
+    def _changes(self, model: nn.Module, number: int) -> ModelChanges:
         """Find what has changed since the last export, or for a whole one the rows that ids share;
         collective."""
-        named = model.named_modules()
-        modules = {n: m for n, m in named if isinstance(m, TableModule) and m.has_dynamic_tables}
-        is_whole = not number or self._number != number - 1 or self._marks.keys() != modules.keys()
-        # One without dynamic tables needs none before it, either.
+        # An export of a model without dynamic tables needs none before it.
         is_dynamic = ranks.any_rank(bool(dynamic_tables(model)))
-        is_whole, deltas = ranks.any_rank(is_whole) or not is_dynamic, {}
-        for name, module in () if is_whole else modules.items():
-            try:
-                deltas[name] = module.delta(self._marks[name])
-            except SnapshotDueError:
-                is_whole = True
-        is_whole = ranks.any_rank(is_whole)
-        if is_whole:
-            deltas = {name: module.delta(module.delta_mark()) for name, module in modules.items()}
-        weights = {id(table): weight for weight, table in dynamic_tables(model).items()}
-        changed = {
-            weights[id(table)]: delta.tables[table.spec.name]
-            for name, delta in deltas.items()
-            for table in modules[name].table_set.tables
-            if id(table) in weights
-        }
-        return _Changes(is_whole, changed, {name: delta.mark for name, delta in deltas.items()})
-
-
-class _Changes(NamedTuple):
-    is_whole: bool
-    tables: dict[str, TableDelta]
-    """Changes of what this rank holds of dynamic tables, by their weights."""
-    marks: dict[str, DeltaMark]
-    """The marks of this moment, by the names of modules."""
-
-
-def dynamic_tables(model: nn.Module) -> dict[str, Table]:
-    """This rank's part of the dynamic tables of ``model``, by their weights' names."""
-    found = ((name, table_of(parameter)) for name, parameter in model.named_parameters())
-    return {n: table for n, table in found if table is not None and table.spec.num_ids is None}
+        is_whole = not number or self._number != number - 1 or not is_dynamic
+        found = changes_since(model, self._marks, is_whole=is_whole)
+        if not found.is_whole:
+            return found
+        # Nothing has changed since this moment, but shared rows are in each delta.
+        return changes_since(model, found.marks)._replace(is_whole=True)
 
 
 def is_of_tables(name: str, weights: Sequence[str]) -> bool:
@@ -169,7 +143,7 @@ def is_of_tables(name: str, weights: Sequence[str]) -> bool:
 
 
 def _chunks(
-    table: Table, changes: _Changes, name: str, whole: Iterator[RowChunk]
+    table: Table, changes: ModelChanges, name: str, whole: Iterator[RowChunk]
 ) -> Iterator[RowChunk]:
     """The chunks of a table's rows that this rank writes; at least one."""
     if not changes.is_whole:

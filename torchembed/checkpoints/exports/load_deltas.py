@@ -12,9 +12,9 @@ from torchembed.checkpoints.exports.delta_folder import (
     REST,
     ROWS,
     Description,
-    dynamic_tables,
     is_of_tables,
 )
+from torchembed.checkpoints.exports.model_changes import dynamic_tables
 from torchembed.checkpoints.exports.whole_model import import_tables
 from torchembed.checkpoints.files.checked_json import from_checked_json
 from torchembed.checkpoints.files.numbered_folders import NumberedFolders, numbered_folders

@@ -8,12 +8,13 @@ sharded, and other programs that read it see ordinary tensors.
 import copy
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from torchembed.checkpoints.run.disk_tables import disk_tables, load_disk_tables
@@ -44,8 +45,9 @@ def state_of(run: TrainingRun, databases: RunDatabases) -> dict[str, object]:
     state = _model_state(run.model) | _table_forms(run.model)
     for index, optimizer in enumerate(run.optimizers):
         prefix = f"optimizers.{index}"
-        kind = type(optimizer).__name__
-        state[prefix] = _packed({"kind": kind, "param_groups": _groups(optimizer)})
+        kind, package = _kind_of(optimizer)
+        groups = _groups(optimizer)
+        state[prefix] = _packed({"kind": kind, "package": package, "param_groups": groups})
         state |= _optimizer_state(run.model, optimizer, prefix)
     of_rank = {
         "others": {name: other.state_dict() for name, other in run.others.items()},
@@ -58,7 +60,7 @@ def state_of(run: TrainingRun, databases: RunDatabases) -> dict[str, object]:
 
 def check_agreement(step: int, run: TrainingRun, group: CpuGroup, what: str) -> None:
     """Raise ``ValueError`` where not all ranks save the same step and kinds of optimizers."""
-    kinds = [type(optimizer).__name__ for optimizer in run.optimizers]
+    kinds = [_kind_text(*_kind_of(optimizer)) for optimizer in run.optimizers]
     of_ranks = group.gather((step, kinds), what)
     for rank, (its_step, its_kinds) in enumerate(of_ranks):
         if (its_step, its_kinds) != of_ranks[0]:
@@ -118,12 +120,8 @@ def load_state(run: TrainingRun, saved: SavedState) -> dict[str, int]:
     # What is pickled is read first, since it may show that optimizers differ: nothing of the run is
     # changed before all ranks agree that everything fits.
     same_ranks = saved.num_ranks == ranks.world_size()
-    rank_key = f"ranks.{ranks.rank() if same_ranks else 0}"
-    packed = {key: _empty_packed(saved.entries[key]) for key in [*of_optimizers, rank_key]}
-    saved.read(dict(packed))
-    unpacked = raise_on_all_ranks(
-        lambda: {key: _unpacked(value) for key, value in packed.items()}, what, group
-    )
+    rank_key = _rank_key(saved)
+    unpacked = _read_packed([*of_optimizers, rank_key], saved)
     optimizers = [
         (key, own, unpacked[key]) for key, own in zip(of_optimizers, run.optimizers, strict=True)
     ]
@@ -131,7 +129,7 @@ def load_state(run: TrainingRun, saved: SavedState) -> dict[str, int]:
     agree_on(
         [
             *(mismatch for named in optimizers for mismatch in _compare_optimizer(*named)),
-            *(f"others {name!r} was not saved" for name in run.others if name not in others),
+            *_not_saved(run.others, others),
         ],
         saved,
     )
@@ -182,6 +180,42 @@ def load_state(run: TrainingRun, saved: SavedState) -> dict[str, int]:
         for name, number in of_rank.items():
             totals[name] = totals.get(name, 0) + number
     return {name: number for name, number in totals.items() if number}
+
+
+def load_others(others: Mapping[str, Stateful], saved: SavedState) -> None:
+    """Read what ``others`` of this rank saved, of rank 0 where other ranks saved it, in place.
+    Collective.
+
+    Raises:
+        ValueError: if one was not saved; nothing is changed then.
+    """
+    rank_key = _rank_key(saved)
+    loaded = _read_packed([rank_key], saved)[rank_key]["others"]
+    agree_on(list(_not_saved(others, loaded)), saved)
+
+    def apply() -> None:
+        for name, other in others.items():
+            other.load_state_dict(loaded[name])
+
+    raise_on_all_ranks(apply, saved.what, saved.group)
+
+
+def _rank_key(saved: SavedState) -> str:
+    """Entry of what belongs to this rank, or where other ranks saved it to rank 0."""
+    return f"ranks.{ranks.rank() if saved.num_ranks == ranks.world_size() else 0}"
+
+
+def _read_packed(keys: Iterable[str], saved: SavedState) -> dict[str, Any]:
+    """The objects of entries that are pickled. Collective."""
+    packed = {key: _empty_packed(saved.entries[key]) for key in keys}
+    saved.read(dict(packed))
+    return raise_on_all_ranks(
+        lambda: {key: _unpacked(value) for key, value in packed.items()}, saved.what, saved.group
+    )
+
+
+def _not_saved(others: Iterable[str], saved: Container[str]) -> Iterator[str]:
+    return (f"others {name!r} was not saved" for name in others if name not in saved)
 
 
 def on_cpu(state: dict[str, object]) -> dict[str, object]:
@@ -338,12 +372,27 @@ def _unexpected_optimizers(keys: Sequence[str], saved: SavedState) -> Iterator[s
             )
 
 
+def _kind_of(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
+    """The name of an optimizer's class, and the package that it is from, since torch and torchembed
+    have classes of one name."""
+    kind = type(optimizer)
+    return kind.__name__, kind.__module__.partition(".")[0]
+
+
+def _kind_text(kind: str, package: str) -> str:
+    return f"{kind} of {package}"
+
+
 def _compare_optimizer(
     key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
 ) -> Iterator[str]:
-    kind, groups = type(optimizer).__name__, optimizer.param_groups
-    if saved["kind"] != kind:
-        yield f"{key} is of {saved['kind']}, and the run's is {kind}"
+    kind, package = _kind_of(optimizer)
+    groups, saved_package = optimizer.param_groups, saved.get("package", package)
+    # A script is a package of another name when it is imported.
+    of_other = saved_package != package and "__main__" not in (saved_package, package)
+    if saved["kind"] != kind or of_other:
+        was, now = _kind_text(saved["kind"], saved_package), _kind_text(kind, package)
+        yield f"{key} is {was}, and the run's is {now}"
     if len(saved["param_groups"]) != len(groups):
         num_saved = len(saved["param_groups"])
         yield f"{key} has {num_saved} parameter groups, and {len(groups)} in the run"
