@@ -1,7 +1,6 @@
 """One suite for every lane: the device, the lane, sizes that fit it, and poisoned memory."""
 
 import gc
-import importlib.util
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -39,8 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda needs a GPU that torch can use, and finds none")
     lanes.required_lane()
-    if lanes.is_interpreted() and importlib.util.find_spec("triton") is not None:
-        interpreter.prepare_once_for_each_launch()
+    interpreter.leave_out_what_changes_nothing()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support import interpreter
 from tests.support.rank_processes import Ended, Forked, RankProcesses
 
 LIMIT_SECONDS = 600.0
@@ -59,6 +60,7 @@ def _call_main(
             timeout=datetime.timedelta(seconds=LIMIT_SECONDS / 2),
         )
         messages.send((rank, STARTED, None))
+        interpreter.leave_out_what_changes_nothing()
         function, arguments = pickle.loads(call)
         gc.freeze()  # what modules hold lasts as long as the rank
         result = function(*arguments)
