@@ -1,5 +1,7 @@
 """Runs that signals ended go on as if nothing had happened."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -7,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,37 @@ SMALL = (
 NUM_MORE = 21
 
 
-def wait_and_signal(shown: str, target: Callable[[int], int], *arguments: str) -> str:
-    """Start two ranks, send SIGTERM to a process once a line says ``shown``; all that they say."""
+class SignalsAtALine(io.StringIO):
+    """Sends SIGTERM to a process once what is written ``shows`` something."""
+
+    def __init__(self, shows: str, process: int) -> None:
+        super().__init__()
+        self.shows, self.process, self.is_sent = shows, process, False
+
+    def write(self, text: str) -> int:
+        if self.shows in text and not self.is_sent:
+            os.kill(self.process, signal.SIGTERM)
+            self.is_sent = True
+        return super().write(text)
+
+
+def train_until_the_last_rank_is_signalled(shown: str, *arguments: str) -> tuple[object, str]:
+    """On a rank: the exit status and what is printed of a run, whose last rank gets SIGTERM once a
+    line says ``shown``."""
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    with (
+        contextlib.redirect_stderr(SignalsAtALine(shown, pids[-1])),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        pytest.raises(SystemExit) as stopped,
+    ):
+        main(["dlrm_dcnv2", *arguments])
+    return stopped.value.code, printed.getvalue()
+
+
+def signal_torchrun(shown: str, *arguments: str) -> str:
+    """Start two ranks by ``torchrun``, send SIGTERM to it once a line says ``shown``; all that they
+    say."""
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     process = subprocess.Popen(
         [sys.executable, *start, "-m", "recipes.train", "dlrm_dcnv2", *arguments],
@@ -52,7 +83,7 @@ def wait_and_signal(shown: str, target: Callable[[int], int], *arguments: str) -
         for line in process.stderr:
             said.append(line)
             if shown in line:
-                os.kill(target(process.pid), signal.SIGTERM)
+                process.terminate()
                 break
         out, err = process.communicate(timeout=240)
     finally:
@@ -60,11 +91,6 @@ def wait_and_signal(shown: str, target: Callable[[int], int], *arguments: str) -
         process.wait()
     assert process.returncode == 1, "".join(said) + err
     return "".join(said) + err + out
-
-
-def last_rank(torchrun: int) -> int:
-    children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text()
-    return int(children.split()[-1])
 
 
 def stopped_at(said: str, folder: Path) -> int:
@@ -104,14 +130,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``parts`` was stopped twice before its end, ``whole`` never, ``again`` lost its end."""
     folder = tmp_path_factory.mktemp("runs")
     parts = folder / "parts"
-    said = wait_and_signal("step 8:", last_rank, *SMALL, "--output", str(parts))
-    assert re.search(r"exitcode +: 75 ", said), said
-    first = stopped_at(said, parts)
+    in_parts = (*SMALL, "--output", str(parts))
+    of_ranks = run_on_ranks(2, train_until_the_last_rank_is_signalled, "step 8:", *in_parts)
+    assert [status for status, _ in of_ranks] == [75, 75]
+    first = stopped_at(of_ranks[0][1], parts)
     assert first >= 9
     assert CheckpointFolder(parts / "checkpoint").steps() == [first]
     more = f"step {4 * (first // 4 + 3)}:"
-    said = wait_and_signal(more, lambda pid: pid, "--resume", str(parts))
-    second = stopped_at(said, parts)
+    second = stopped_at(signal_torchrun(more, "--resume", str(parts)), parts)
     assert second > first + 8
     num_steps = second + NUM_MORE
     for refused in run_on_ranks(2, go_on_and_start_over, folder, num_steps):

@@ -1,4 +1,4 @@
-"""A recipe on two ranks, as ``make train`` starts it."""
+"""A recipe on two ranks, also as ``make train`` starts it."""
 
 import contextlib
 import io
@@ -30,27 +30,28 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def go_on(output: Path, num_steps: int) -> tuple[str, str]:
-    """On a rank: what a run that goes on to ``num_steps`` prints, and says on standard error."""
+def train(*arguments: str) -> tuple[str, str]:
+    """On a rank: what a run prints, and says on standard error."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
         contextlib.redirect_stderr(io.StringIO()) as said,
     ):
-        main(["dlrm_dcnv2", "--resume", str(output), "--max-steps", str(num_steps)])
+        main(arguments)
     return printed.getvalue(), said.getvalue()
 
 
 def test_two_ranks_end_with_one_result(tmp_path: Path) -> None:
     """The model has dynamic tables that evict, and static ones beside them."""
     made_data.write_ml1m(tmp_path)
-    run = torchrun(
+    (printed, said), (of_rank_1, _) = run_on_ranks(
+        2, train,
         "ctr-ml1m", "--data", str(tmp_path), "--output", str(tmp_path / "out"),
         "--embedding-dim", "4", "--layer-sizes", "8", "--batch-size", "64", "--batch-norm",
         "--placement", "ROW_WISE", "--max-epochs", "2", "--seeds", "1", "--dynamic",
         "--capacity", "0.5",
     )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
+    assert of_rank_1 == ""
+    lines = printed.splitlines()
     assert [line for line in lines if line.startswith("RESULT ")] == lines[-1:]
     result = json.loads(lines[-1].removeprefix("RESULT "))
     assert result["num_ranks"] == 2
@@ -58,7 +59,7 @@ def test_two_ranks_end_with_one_result(tmp_path: Path) -> None:
     assert 0 <= result["modulo_auc"] <= 1
     assert result["modulo_auc"] != result["test_auc"]
     assert len(list(Path(result["checkpoint"]).glob("*/*.distcp"))) == 2
-    assert "seed 1:" in run.stderr
+    assert "seed 1:" in said
 
 
 def test_ranks_end_with_a_torchrun_that_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -88,7 +89,8 @@ def test_ranks_end_with_a_torchrun_that_is_killed_and_the_run_goes_on(tmp_path: 
     process.communicate(timeout=240)
     steps = CheckpointFolder(tmp_path / "out" / "checkpoint").steps()
     num_steps = steps[-1] + 4
-    printed, said = run_on_ranks(2, go_on, tmp_path / "out", num_steps)[0]
+    resumed = ("--resume", str(tmp_path / "out"), "--max-steps", str(num_steps))
+    printed, said = run_on_ranks(2, train, "dlrm_dcnv2", *resumed)[0]
     assert f"step {steps[-1]}: goes on from its checkpoint" in said
     result = json.loads(printed.splitlines()[-1].removeprefix("RESULT "))
     assert (result["num_ranks"], result["num_steps"]) == (2, num_steps)
