@@ -23,8 +23,12 @@ _NO_POLICY = tl.constexpr("")
 def index_type(*tensors: Tensor | None) -> tl.dtype:
     """The integer type that addresses every element of ``tensors``: int32, or int64 where one is
     too large. Reads sizes only, so it serves on the meta device."""
-    wide = any(tensor is not None and tensor.numel() >= NARROW_LIMIT for tensor in tensors)
-    return tl.int64 if wide else tl.int32
+    return index_type_below(max(0 if tensor is None else tensor.numel() for tensor in tensors))
+
+
+def index_type_below(end: int) -> tl.dtype:
+    """The integer type that addresses the elements before ``end``: int32, or int64 if need be."""
+    return tl.int64 if end >= NARROW_LIMIT else tl.int32
 
 
 class RowBlock(NamedTuple):

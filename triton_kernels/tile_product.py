@@ -10,6 +10,18 @@ _INTERPRETED = tl.constexpr(environment.triton_interpreted())
 
 
 @triton.jit
+def add_product(a, b, total, PRECISION: tl.constexpr):
+    """``total + a @ b``, added up in float32; PRECISION is the ``input_precision`` of
+    :func:`triton.language.dot`, for products of float32."""
+    if _INTERPRETED:
+        # The interpreter gets products of bfloat16 wrong.
+        total += tl.dot(as_float32(a), as_float32(b), input_precision="ieee")
+    else:
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def tile(num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
     """This program's tile of the product: its number among tiles of rows, its rows and columns."""
     # Tiles of one row of tiles are next to each other, so that the left factor stays in cache.
@@ -62,11 +74,7 @@ def _product(
         else:
             b_at = depth[:, None].to(INDEX) * num_columns + columns[None, :]
         b = tl.load(b_ptr + b_at, mask=b_mask, other=0.0)
-        if _INTERPRETED:
-            # The interpreter gets products of bfloat16 wrong.
-            total += tl.dot(as_float32(a), as_float32(b), input_precision="ieee")
-        else:
-            total = tl.dot(a, b, total)
+        total = add_product(a, b, total, "tf32")
     # tl.split divides the last dimension, so the two halves are moved there first.
     halves = tl.reshape(total, (BLOCK_ROWS, 2, BLOCK_COLUMNS // 2))
     return tl.split(tl.permute(halves, (0, 2, 1)))

@@ -20,6 +20,7 @@ LONGEST_FIRST = (
     "tests/ops/test_hash_table_kernels.py",
     "tests/ops/test_hash_table_machine.py",
     "tests/ops/test_hash_table_quality.py",
+    "tests/ops/test_pointwise_attention.py",
     "tests/ops/test_pooled_lookup.py",
     "tests/bench/test_models.py",
     "tests/step/test_changes_on_ranks.py",

@@ -4,7 +4,7 @@ The interpreter takes much that the compiler refuses; a GPU's real launches show
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -44,6 +44,7 @@ from torchembed.triton_kernels import (
     linearize_ids,
     low_rank_cross,
     move_rows,
+    pointwise_attention,
     pooled_lookup,
     push,
     row_blocks,
@@ -349,6 +350,14 @@ def launch_row_cache(dim: int, dtype: torch.dtype, is_trained: Tensor | None) ->
     move_rows.launch_read_rows(cached[0], stored[0], slots, rows)
 
 
+def launch_pointwise_attention(dim: int, dtype: torch.dtype, has_times: bool) -> None:
+    query, key, value = torch.zeros(3, NUM_IDS, 2, dim, dtype=dtype).unbind()
+    of_times = (torch.zeros(128), ids(), ids()) if has_times else (None, None, None)
+    others = (OFFSETS, torch.zeros(50), *of_times)
+    pointwise_attention.launch_pointwise_attention_forward(query, key, value, *others)
+    pointwise_attention.launch_pointwise_attention_backward(query, query, key, value, *others)
+
+
 OFFSETS = torch.arange(2 * BATCH_SIZE + 1) * 2
 LAUNCHES: dict[str, Callable[[], object]] = {
     "linearize jagged": lambda: launch_linearize_ids(OFFSETS, []),
@@ -402,6 +411,11 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "push": lambda: launch_push(torch.bfloat16, torch.bfloat16, 128),
     "push of odd columns": lambda: launch_push(torch.float32, torch.float16, 5),
     "columns": lambda: launch_columns(128, torch.bfloat16),
+    "pointwise attention": lambda: launch_pointwise_attention(50, torch.float32, False),
+    "pointwise attention with times": lambda: launch_pointwise_attention(64, torch.bfloat16, True),
+    "pointwise attention of wide heads": lambda: launch_pointwise_attention(
+        512, torch.float32, True
+    ),
     "log loss": lambda: launch_binary_cross_entropy(torch.bfloat16),
 }
 
@@ -416,7 +430,8 @@ def test_compiles_with_wide_addresses(ptx: dict[str, str], monkeypatch: pytest.M
     monkeypatch.setattr(row_blocks, "NARROW_LIMIT", 0)
     for name in ("linearize fixed", "find runs", "pooled jagged", "adam", "cross"):
         LAUNCHES[name]()
-    assert len(ptx) == 13
+    launch_pointwise_attention(64, torch.bfloat16, True)
+    assert len(ptx) == 16
 
 
 def test_cross_products_are_on_tensor_cores_and_fit_twice(ptx: dict[str, str]) -> None:
@@ -426,6 +441,24 @@ def test_cross_products_are_on_tensor_cores_and_fit_twice(ptx: dict[str, str]) -
         assert "wgmma.mma_async" in text
         assert re.search(r"ld\.global\S*\.v4\.b32", text)
         assert not re.search(r"[ls][dt]\.local", text)
+
+
+@pytest.fixture(params=["ieee", "tf32"])
+def precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The precision of float32 products on a GPU."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = request.param
+    yield request.param
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_products_of_attention_are_as_precise_as_torch_is_set_to(
+    precision: str, ptx: dict[str, str]
+) -> None:
+    launch_pointwise_attention(64, torch.float32, True)
+    assert len(ptx) == 3
+    for text in ptx.values():
+        assert ("tf32" in text) == (precision == "tf32")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,9 @@ RUN_CHUNK = 32
 ROWS_OF_PARTIAL = 128
 """Samples of a partial sum of a bias's gradients, where partial sums are added up later;
 equal to ``kSummedRows`` in csrc/cuda/shallow_product.h."""
+LOG_SECONDS_OF_A_BUCKET = 0.301
+"""Width of a bucket of times, in the natural logarithm of seconds: each is of times 1.35 times as
+long as those of the bucket before."""
 COPY_FIELDS = 7
 """Numbers of a :class:`~torchembed.core.copies.rectangles.RectangleCopy`."""
 
