@@ -37,6 +37,7 @@ from torchembed.sharding.planning.loads import Everywhere, Load
 from torchembed.sharding.planning.plan import place_table
 from torchembed.sharding.planning.plan_report import bytes_text, ranks_text, report_plan
 from torchembed.sharding.planning.table_use import TableUse
+from torchembed.sharding.planning.topology import Topology
 from torchembed.tables import Eviction, HashFactory, RangeFactory
 
 # 8 rows of 16 columns: 64 bytes a row, weights, state and vectors alike. 2 features with 2 and 1
@@ -238,14 +239,45 @@ def test_skewed_ids_touch_fewer_rows() -> None:
     )
 
 
-def test_busiest_link_of_each_rank() -> None:
-    loads = np.zeros((4, 6))
+def busiest_seconds(own: list[float], topology: Topology) -> np.ndarray:
+    """Seconds of each rank's busiest link, message by message: from each rank of samples to each
+    rank of rows, directly, or by the rank of its place in that rank's node."""
+    per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
+    moved = np.zeros((2, 2, num_ranks))  # between nodes or within; sent or received
+
+    def move(sender: int, receiver: int, num_bytes: float) -> None:
+        if sender != receiver:
+            is_within = int(sender // per_node == receiver // per_node)
+            moved[is_within, 0, sender] += num_bytes
+            moved[is_within, 1, receiver] += num_bytes
+
+    for of_samples in range(num_ranks):
+        for of_rows, num_bytes in enumerate(own):
+            relay = of_rows // per_node * per_node + of_samples % per_node
+            if topology.has_two_levels:
+                move(of_samples, relay, num_bytes)
+            move(relay if topology.has_two_levels else of_samples, of_rows, num_bytes)
+    between, within = moved.max(axis=1)
+    between = between / topology.inter_node_bandwidth
+    within = within / topology.intra_node_bandwidth
+    return between + within if topology.has_two_levels else np.maximum(between, within)
+
+
+@pytest.mark.parametrize("nodes", [(1, 6), (6, 1), (2, 3), (3, 2)])
+def test_busiest_link_of_each_rank(nodes: tuple[int, int]) -> None:
+    topology = make_topology(*nodes)
+    model = dataclasses.replace(MODEL, topology=topology)
+    for own in ([1000.0, 0, 0, 0, 0, 0], [5.0, 1, 4, 7, 2, 6], [3.0] * 6):
+        loads = np.zeros((6, len(Load)))
+        loads[:, Load.VECTORS] = own
+        seconds = model.wire_seconds(loads)[:, Load.VECTORS - Load.IDS]
+        np.testing.assert_allclose(seconds, busiest_seconds(own, topology), rtol=ROUNDING)
+    # That of a rank alone is what its part adds where its own side is the busiest.
+    loads = np.zeros((6, len(Load)))
     loads[0, Load.VECTORS] = 1000.0
-    # Rank 0 sends 2000 bytes to the other node; rank 1 takes 1000 in by the wire within, ranks 2
-    # and 3 each by the one between.
-    seconds = MODEL.wire_seconds(loads)[:, 1]
-    expected = [2000 / 1e7, 1000 / 1e8, 1000 / 1e7, 1000 / 1e7]
-    np.testing.assert_allclose(seconds, expected, rtol=ROUNDING)
+    np.testing.assert_allclose(
+        model.holder_seconds(loads[:1]), model.wire_seconds(loads)[0].sum(), rtol=ROUNDING
+    )
 
 
 THREE_TABLES = {"t": USE, "u": make_use(100, 16, "f"), "v": make_use(3, 16, "g")}

@@ -321,17 +321,21 @@ class CostModel:
         Args:
             loads: ``[W, len(Load)]``, the loads of the shards that each rank holds. It receives the
                 ids and gradients and sends the vectors of its own shards; in the other direction go
-                those of all other ranks' shards. In two levels as well: what they add within nodes,
-                and that a rank's part goes over the links of its whole node, are left out.
+                those of all other ranks' shards. In two levels, one after the other, the links
+                between nodes carry what is for any rank of a node, and those within a node what
+                came from all nodes.
         """
         topology = self.topology
-        per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
+        num_nodes, per_node = topology.num_nodes, topology.ranks_per_node
         own = loads[:, WIRES]
-        of_nodes = own.reshape(topology.num_nodes, per_node, 3).sum(axis=1)
+        of_nodes = own.reshape(num_nodes, per_node, 3).sum(axis=1)
         of_node = np.repeat(of_nodes, per_node, axis=0)
         total = of_nodes.sum(axis=0)
         within = np.maximum((per_node - 1) * own, of_node - own) / topology.intra_node_bandwidth
-        between = np.maximum((num_ranks - per_node) * own, total - of_node)
+        if topology.has_two_levels:
+            between = np.maximum((num_nodes - 1) * of_node, total - of_node)
+            return num_nodes * within + between / topology.inter_node_bandwidth
+        between = np.maximum((num_nodes - 1) * per_node * own, total - of_node)
         return np.maximum(within, between / topology.inter_node_bandwidth)
 
     def rank_seconds(
@@ -353,11 +357,11 @@ class CostModel:
         """Seconds that each of ``loads [n, len(Load)]`` adds to a rank whose own side is its
         busiest, float64 ``[n]``."""
         topology = self.topology
-        per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
-        wire = max(
-            (per_node - 1) / topology.intra_node_bandwidth,
-            (num_ranks - per_node) / topology.inter_node_bandwidth,
-        )
+        num_nodes, per_node = topology.num_nodes, topology.ranks_per_node
+        within = (per_node - 1) / topology.intra_node_bandwidth
+        between = (num_nodes - 1) / topology.inter_node_bandwidth
+        # In two levels the links of all ranks of a node share what is for one of them.
+        wire = num_nodes * within + between if topology.has_two_levels else max(within, between)
         lookup = self.lookup_seconds(loads[:, Load.LOOKUP])
         update = self.update_seconds(loads[:, Load.UPDATE])
         tiers = self.fetch_seconds(loads) + self.disk_seconds(loads)
