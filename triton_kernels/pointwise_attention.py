@@ -36,7 +36,7 @@ from torchembed.triton_kernels.rounding import as_float32, round_to_nearest
 from torchembed.triton_kernels.row_blocks import index_type_below
 from torchembed.triton_kernels.tile_product import add_product
 
-_LOG_SECONDS = tl.constexpr(LOG_SECONDS_OF_A_BUCKET)
+_BUCKETS_PER_LOG_SECOND = tl.constexpr(1 / LOG_SECONDS_OF_A_BUCKET)
 _VARYING = ["num_rows", "num_histories"]
 """Numbers of a batch, for which nothing is compiled again."""
 
@@ -68,8 +68,8 @@ def _buckets(next_times, times, NUM_BUCKETS: tl.constexpr):
     """The bucket of each time from one of ``times`` to one of ``next_times``, in seconds: 50 s are
     in bucket ``floor(log(50) / 0.301) = 12``."""
     seconds = tl.maximum(tl.abs(next_times - times), 1).to(tl.float32)
-    width = tl.full(seconds.shape, _LOG_SECONDS, tl.float32)
-    return tl.minimum(tl.div_rn(tl.log(seconds), width).to(tl.int32), NUM_BUCKETS - 1)
+    buckets = (tl.log(seconds) * _BUCKETS_PER_LOG_SECOND).to(tl.int32)
+    return tl.minimum(buckets, NUM_BUCKETS - 1)
 
 
 @triton.jit

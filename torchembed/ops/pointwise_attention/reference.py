@@ -70,7 +70,8 @@ def _buckets(
 ) -> Tensor:
     times, next_times = (padded_dense(of, offsets, max_length, 0) for of in (times, next_times))
     seconds = (next_times.unsqueeze(2) - times.unsqueeze(1)).abs().clamp_min(1)
-    buckets = (seconds.float().log() / LOG_SECONDS_OF_A_BUCKET).long()
+    # A product, since torch divides by a number in another way on a GPU than on a CPU.
+    buckets = (seconds.float().log() * (1 / LOG_SECONDS_OF_A_BUCKET)).long()
     return buckets.clamp_max(num_buckets - 1)
 
 
