@@ -4,7 +4,7 @@ for bit; what cannot be is refused with what to write instead."""
 import collections
 import dataclasses
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
+from tests.support.steps_by_hand import captured_as_by_hand, losses_by_hand
 from tests.support.tape import taped_captures
 from tests.support.tiny_model import TinyModel, fixed_batches, make_optimizers
 from tests.support.tiny_training import LOSS, assert_same_state, state_of
@@ -20,22 +21,6 @@ from torchembed.data import Batch
 from torchembed.training import BatchLoss, StepForm, TrainPipeline, train
 
 NUM_STEPS = 8
-
-
-def losses_by_hand(
-    model: nn.Module, loss_of: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any]
-) -> list[float]:
-    """The loss of each step of a plain loop."""
-    optimizers, losses = make_optimizers(model), []
-    for batch in batches:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def assert_trains_as_by_hand(
@@ -46,20 +31,8 @@ def assert_trains_as_by_hand(
     form: StepForm = StepForm.GRAPH,
 ) -> None:
     """Compare losses and states of captured steps with those of ``loss_of`` in a plain loop."""
-    by_hand, model = make(), make()
-    losses = losses_by_hand(by_hand, loss_of, batches)
-    with (
-        taped_captures(),
-        TrainPipeline(model, loss_fn, make_optimizers(model), capture=True) as pipeline,
-    ):
-        iterator, found, kinds = iter(batches), [], []
-        for _ in batches:
-            result = pipeline.progress(iterator)
-            # Now: a replay to come writes over it.
-            found.append(result.loss.item())
-            kinds.append(result.kind)
-    assert found == losses
-    assert_same_state(model, state_of(by_hand))
+    with taped_captures():
+        kinds, _ = captured_as_by_hand(make, make_optimizers, batches, loss_fn, loss_of)
     assert kinds[-1].form == form
 
 
@@ -126,7 +99,7 @@ FORMS: dict[str, Callable[[Batch], Any]] = {
 def test_forms_of_dense_sparse_and_labels(form: str) -> None:
     batches = fixed_batches(NUM_STEPS)
     by_hand, model = TinyModel(is_deep=True), TinyModel(is_deep=True)
-    losses = losses_by_hand(by_hand, loss_of_parts, batches)
+    losses = losses_by_hand(by_hand, make_optimizers(by_hand), batches, loss_of_parts)
     with (
         taped_captures(),
         TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline,
@@ -383,7 +356,10 @@ def test_a_data_loader_is_iterated_once_more_after_its_end() -> None:
     dataset = torch.utils.data.TensorDataset(*stacked)
     loader = torch.utils.data.DataLoader(dataset, batch_size=8)
     by_hand, model = OfIds(), OfIds()
-    losses = losses_by_hand(by_hand, lambda m, b: LOSS(m(b[0]), b[1]), [*loader, *loader])
+    optimizers = make_optimizers(by_hand)
+    losses = losses_by_hand(
+        by_hand, optimizers, [*loader, *loader], lambda m, b: LOSS(m(b[0]), b[1])
+    )
     found = []
     with TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline:
         for _ in range(2):
@@ -395,7 +371,7 @@ def test_a_data_loader_is_iterated_once_more_after_its_end() -> None:
 
 def test_train_takes_what_the_pipeline_takes() -> None:
     by_hand, model = OfIds(), OfIds()
-    losses_by_hand(by_hand, lambda m, b: LOSS(m(b[0]), b[1]), pairs())
+    losses_by_hand(by_hand, make_optimizers(by_hand), pairs(), lambda m, b: LOSS(m(b[0]), b[1]))
     with TrainPipeline(model, LOSS, make_optimizers(model), capture=True) as pipeline:
         history = train(pipeline, pairs())
     assert (history.num_steps, history.num_samples) == (NUM_STEPS, 8 * NUM_STEPS)

@@ -1,4 +1,4 @@
-"""A model of histories that are padded to each batch's longest, its batches, and a plain loop."""
+"""A model of histories that are padded to each batch's longest, its batches and its steps."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchembed
+from tests.support.steps_by_hand import captured_as_by_hand
 from tests.support.tiny_model import NUM_ROWS
-from tests.support.tiny_training import assert_same_state, state_of
 from torchembed.training import StepKind, TrainPipeline
 
 Batch = dict[str, Any]
@@ -47,35 +47,15 @@ def histories(lengths: Sequence[int], **settings: Any) -> list[Batch]:
     return batches
 
 
-def by_hand(model: nn.Module, batches: Sequence[Batch]) -> list[float]:
-    optimizer = torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.05)
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.05)]
 
 
 def kinds_as_by_hand(
     batches: Sequence[Batch], make: Callable[[], nn.Module] = OfHistories, **settings: Any
 ) -> tuple[list[StepKind], TrainPipeline]:
-    """The kinds of steps on ``batches``, which equal the plain loop bit by bit, and the pipeline
-    that took them; ``settings`` are its own."""
-    plain, model = make(), make()
-    torch.manual_seed(1)
-    losses = by_hand(plain, batches)
-    optimizer = torchembed.optim.Adagrad.with_dense(model.parameters(), lr=0.05)
-    torch.manual_seed(1)
-    with TrainPipeline(model, None, optimizer, capture=True, **settings) as pipeline:
-        iterator, found, kinds = iter(batches), [], []
-        for _ in batches:
-            result = pipeline.progress(iterator)
-            # Now: a replay to come writes over it.
-            found.append(result.loss.item())
-            kinds.append(result.kind)
-    assert found == losses
-    assert_same_state(model, state_of(plain))
-    return kinds, pipeline
+    """:func:`~tests.support.steps_by_hand.captured_as_by_hand` for models of whole batches that
+    return their loss."""
+    return captured_as_by_hand(
+        make, make_optimizers, batches, None, lambda model, batch: model(batch), **settings
+    )

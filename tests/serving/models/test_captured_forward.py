@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import torchembed
 from tests.zoo.served_models import MODELS
 from torchembed.serving.levels import EmbeddingCache, LeveledLookup, RowLevels, ServedTable
 from torchembed.serving.models import ModelOptions, ModelRepository, deploy
@@ -14,6 +15,7 @@ from torchembed.serving.models.captured_forward import (
     CapturedForwards,
     MissedRowsError,
     can_be_captured,
+    captured_bytes,
 )
 from torchembed.serving.models.dense_program import (
     PROGRAM_FILE,
@@ -138,3 +140,36 @@ def test_sizes_of_graphs_are_checked() -> None:
         pytest.raises(ValueError, match=r"captured_sizes must be at least 1"),
     ):
         ModelOptions(make_lookup=Lookups(store, "cpu", 1), captured_sizes=(4, 0))
+
+
+def test_the_memory_of_captured_answers_is_counted_before_they_are_loaded(tmp_path: Path) -> None:
+    bag = torchembed.EmbeddingBag(100, 8, mode="sum")
+    model = torch.nn.Sequential(bag, torch.nn.Linear(8, 1))
+    deploy(model, tmp_path, name="m", version=1, examples=torch.randint(100, (4, 3)))
+    description = read_description(version_folder(tmp_path, "m", 1))
+    weights, program = (description.files[name].num_bytes for name in (WEIGHTS_FILE, PROGRAM_FILE))
+    # Of each sample three ids of 8 bytes, twice, a vector of 8 numbers and an output; two graphs of
+    # the largest size.
+    needed = weights + (4 + 16 + 16) * (2 * 3 * 8 + 8 * 4 + 4)
+    assert captured_bytes(description, (16, 4, 4)) == needed
+    assert captured_bytes(description, ()) == 0
+    with MemoryStore() as store:
+        options = ModelOptions(
+            make_lookup=Lookups(store, "cpu", 100),
+            captured_sizes=(4, 16),
+            row_bytes=lambda num_rows, line_bytes: num_rows * line_bytes,
+        )
+        total = weights + program + needed + 100 * 32
+        with ModelRepository(tmp_path, options, max_bytes=total) as repository:
+            repository.start()
+        short = ModelRepository(tmp_path, options, max_bytes=total - 1)
+        message = rf"captured answers {needed:,}; its largest .*, fewer or smaller captured_sizes, "
+        with short, pytest.raises(ValueError, match=message):
+            short.start()
+
+
+def test_a_model_with_a_padding_id_has_no_captured_answers(tmp_path: Path) -> None:
+    bag = torchembed.EmbeddingBag(100, 8, mode="sum", padding_idx=0)
+    model = torch.nn.Sequential(bag, torch.nn.Linear(8, 1))
+    deploy(model, tmp_path, name="m", version=1, examples=torch.randint(100, (4, 3)))
+    assert captured_bytes(read_description(version_folder(tmp_path, "m", 1)), (4,)) == 0

@@ -1,6 +1,7 @@
 """Answers of a model as CUDA graphs, from arrays of the host to arrays of the host."""
 
 import bisect
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from torchembed.modules.dense_part.forms import Argument, ArgumentKind, BadIds, Combining, Lookup
 from torchembed.serving.levels.cached_pooling import CachedPooling
-from torchembed.serving.models.dense_program import DenseProgram, DenseWeights
+from torchembed.serving.models.dense_program import WEIGHTS_FILE, DenseProgram, DenseWeights
 from torchembed.serving.models.description import ModelDescription
 from torchembed.serving.models.lookup_parts import LookupPart
 from torchembed.serving.models.request import Request
@@ -55,16 +56,42 @@ def can_be_captured(
     if len(parts) != 1 or not parts[0].leveled.is_capturable:
         return False
     cache_device = parts[0].leveled.cache.device
-    return (
-        torch.empty(0, device=device).device == cache_device
-        and all(argument.kind in _CAPTURED_KINDS for argument in description.arguments)
-        and all(
-            description.feature(lookup.feature).hotness is not None
-            and lookup.padding_id is None
-            and not lookup.is_weighted
-            for lookup in description.lookups
-        )
+    return torch.empty(0, device=device).device == cache_device and _is_capturable(description)
+
+
+def _is_capturable(description: ModelDescription) -> bool:
+    return all(argument.kind in _CAPTURED_KINDS for argument in description.arguments) and all(
+        description.feature(lookup.feature).hotness is not None
+        and lookup.padding_id is None
+        and not lookup.is_weighted
+        for lookup in description.lookups
     )
+
+
+def captured_bytes(description: ModelDescription, sizes: Sequence[int]) -> int:
+    """Bytes that graphs of ``sizes`` take beside the dense part itself: their copy of its weights,
+    and for each graph ids and inputs, on the host and on the device, vectors and outputs. What the
+    layers compute in between is not in a model's description, and not counted.
+
+    Args:
+        description: of any model; 0 where no graph can give its answers.
+        sizes: as of :class:`CapturedForwards`.
+    """
+    if not sizes or not _is_capturable(description):
+        return 0
+    hotness = [description.feature(lookup.feature).hotness or 0 for lookup in description.lookups]
+    given = 8 * sum(hotness) + sum(
+        math.prod(form.shape) * np.dtype(form.dtype).itemsize for form in description.inputs
+    )
+    computed = sum(math.prod(output.shape) * 4 for output in description.outputs)
+    for argument in description.arguments:
+        if argument.kind is ArgumentKind.VECTORS:
+            lookup = description.lookups[argument.lookup]
+            num_vectors = hotness[argument.lookup] if lookup.combining is Combining.EACH else 1
+            itemsize = _dtype(argument).itemsize if argument.dtype else 4
+            computed += num_vectors * description.table(lookup.table).dim * itemsize
+    num_samples = sum(set(sizes)) + max(sizes)
+    return description.files[WEIGHTS_FILE].num_bytes + num_samples * (2 * given + computed)
 
 
 class _IdPlace(NamedTuple):

@@ -68,13 +68,16 @@ class VersionLoader:
                 f"{description.version} of {description.name}; move it where it was deployed"
             )
         tables = served_tables(description, options)
-        needs = memory_needs(description, dict(tables.values()), options.row_bytes)
+        needs = memory_needs(
+            description, dict(tables.values()), options.row_bytes, options.captured_sizes
+        )
         token = object()
         with self._lock:
             held = {place: n for of_one in self._held.values() for place, n in of_one.items()}
             what = f"version {number} of model {name}"
             check_needs(what, needs, held, self._max_bytes)
-            self._held[token] = {**needs.tables, f"{what}, dense part": needs.dense}
+            of_version = needs.dense + needs.captured
+            self._held[token] = {**needs.tables, f"{what}, dense part": of_version}
 
         with contextlib.ExitStack() as releasing:
             releasing.callback(self._forget, token)

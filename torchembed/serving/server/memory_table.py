@@ -40,8 +40,10 @@ def memory_table(config: ServerConfig) -> str:
             description = read_description(version_folder(folder, name, number))
             _check_dims(model, description)
             tables = dict(served_tables(description, options).values())
-            needs = memory_needs(description, tables, options.row_bytes)
+            needs = memory_needs(description, tables, options.row_bytes, options.captured_sizes)
             parts = {f"dense part of {name}, version {number}": needs.dense}
+            if needs.captured:
+                parts[f"captured answers of {name}, version {number}"] = needs.captured
             new = {table: n for table, n in tables.items() if table.name not in counted}
             counted |= {table.name for table in new}
             if any(needs.tables.values()) and model.cache.kind is not CacheKind.STATIC:
