@@ -104,10 +104,10 @@ def pointwise_attention_backward_reference(
     of = _scores(query, key, value, offsets, distance_bias, time_bias, times, next_times)
     max_length, dtype = distance_bias.shape[0], query.dtype
     grad = _padded(of.layout, grad)
-    sigmoid = of.scores.sigmoid()
-    weights = (of.scores * sigmoid / max_length).masked_fill_(of.is_later, 0.0)
-    slopes = sigmoid * (1 + of.scores * (1 - sigmoid)) / max_length
-    grad_scores = ((grad @ of.value.mT) * slopes).masked_fill_(of.is_later, 0.0)
+    weights = (F.silu(of.scores) / max_length).masked_fill_(of.is_later, 0.0)
+    grad_weights = (grad @ of.value.mT).to(of.scores.dtype)
+    grad_scores = torch.ops.aten.silu_backward(grad_weights / max_length, of.scores)
+    grad_scores.masked_fill_(of.is_later, 0.0)
     grads = (
         grad_scores.to(dtype) @ of.key,
         grad_scores.to(dtype).mT @ of.query,
