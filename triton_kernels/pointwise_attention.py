@@ -66,8 +66,9 @@ def _tiling(dim: int) -> _Tiling:
 @triton.jit
 def _buckets(next_times, times, NUM_BUCKETS: tl.constexpr):
     """The bucket of each time from one of ``times`` to one of ``next_times``, in seconds: 50 s are
-    in bucket ``floor(log(50) / 0.301) = 12``."""
-    seconds = tl.maximum(tl.abs(next_times - times), 1).to(tl.float32)
+    in bucket ``floor(log(50) / 0.301) = 12``. In float32, whose logarithm is approximate here, some
+    times would fall into a neighbouring one."""
+    seconds = tl.maximum(tl.abs(next_times - times), 1).to(tl.float64)
     buckets = (tl.log(seconds) * _BUCKETS_PER_LOG_SECOND).to(tl.int32)
     return tl.minimum(buckets, NUM_BUCKETS - 1)
 

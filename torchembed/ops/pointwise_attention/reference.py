@@ -70,8 +70,8 @@ def _buckets(
 ) -> Tensor:
     times, next_times = (padded_dense(of, offsets, max_length, 0) for of in (times, next_times))
     seconds = (next_times.unsqueeze(2) - times.unsqueeze(1)).abs().clamp_min(1)
-    # A product, since torch divides by a number in another way on a GPU than on a CPU.
-    buckets = (seconds.float().log() * (1 / LOG_SECONDS_OF_A_BUCKET)).long()
+    # Exact enough that every device and kernel finds the same bucket of each whole second.
+    buckets = (seconds.double().log() * (1 / LOG_SECONDS_OF_A_BUCKET)).long()
     return buckets.clamp_max(num_buckets - 1)
 
 
