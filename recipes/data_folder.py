@@ -3,10 +3,32 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
+from recipes.ranks import check_batch_size
 from torchembed.data.data_path import DataPath, data_path
 
 _BESIDE_THE_CHECKOUT = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+class DataConfig(Protocol):
+    """A config of a run on such data."""
+
+    @property
+    def data(self) -> str | Path | None: ...
+    @property
+    def batch_size(self) -> int: ...
+
+
+def check_data(files: Mapping[str, Sequence[str]], config: DataConfig, num_ranks: int) -> None:
+    """Look for the files of a config, and have its batch divided over ``num_ranks``.
+
+    Raises:
+        FileNotFoundError: as :func:`find_data`.
+        ValueError: as :func:`~recipes.ranks.check_batch_size`.
+    """
+    check_batch_size(config.batch_size, num_ranks)
+    find_data(files, config.data)
 
 
 def find_data(files: Mapping[str, Sequence[str]], data: DataPath | str | None) -> DataPath:

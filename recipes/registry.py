@@ -2,18 +2,20 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from recipes.ctr import frappe, made, ml1m
+from recipes.data_folder import check_data
 from recipes.dlrm_dcnv2 import config as dlrm
 from recipes.dlrm_dcnv2.run import check as check_dlrm
 from recipes.dlrm_dcnv2.run import run as run_dlrm
 from recipes.dlrm_dcnv2.served import served as served_dlrm
 from recipes.result import RankingResult, Result, Stopped, TasksResult
-from recipes.sequences import candidates, encoders
+from recipes.sequences import candidates, encoders, interactions
 from recipes.served_run import ServedRun
 from recipes.tasks import ml1m as tasks_of_ml1m
 from recipes.tasks import sines
@@ -57,16 +59,22 @@ RECIPES = {
         for name, config in made.CONFIGS.items()
     },
     **{
-        f"{name}.frappe": Recipe(config, frappe.run, frappe.served, frappe.check)
+        f"{name}.frappe": Recipe(
+            config, frappe.run, frappe.served, partial(check_data, frappe.FILES)
+        )
         for name, config in frappe.CONFIGS.items()
     },
     **{
-        f"{name}.ml1m": Recipe(config, ml1m.run, ml1m.served, ml1m.check)
+        f"{name}.ml1m": Recipe(config, ml1m.run, ml1m.served, partial(check_data, ml1m.FILES))
         for name, config in ml1m.CONFIGS.items()
     },
     # The first names of dcnv2.frappe and dcnv2.ml1m.
-    "ctr-frappe": Recipe(frappe.CONFIGS["dcnv2"], frappe.run, frappe.served, frappe.check),
-    "ctr-ml1m": Recipe(ml1m.CONFIGS["dcnv2"], ml1m.run, ml1m.served, ml1m.check),
+    "ctr-frappe": Recipe(
+        frappe.CONFIGS["dcnv2"], frappe.run, frappe.served, partial(check_data, frappe.FILES)
+    ),
+    "ctr-ml1m": Recipe(
+        ml1m.CONFIGS["dcnv2"], ml1m.run, ml1m.served, partial(check_data, ml1m.FILES)
+    ),
     "shared-bottom": Recipe(
         tasks_of_ml1m.shared_bottom, tasks_of_ml1m.run, tasks_of_ml1m.served, tasks_of_ml1m.check
     ),
@@ -77,8 +85,19 @@ RECIPES = {
     "mmoe.sines": Recipe(sines.mmoe, sines.run, sines.served, sines.check),
     "ple": Recipe(tasks_of_ml1m.ple, tasks_of_ml1m.run, tasks_of_ml1m.served, tasks_of_ml1m.check),
     "ple.sines": Recipe(sines.ple, sines.run, sines.served, sines.check),
-    "sasrec": Recipe(encoders.sasrec, encoders.run, encoders.served, encoders.check),
-    "hstu": Recipe(encoders.hstu, encoders.run, encoders.served, encoders.check),
-    "din": Recipe(candidates.din, candidates.run, candidates.served, candidates.check),
-    "two-tower": Recipe(candidates.two_tower, candidates.run, candidates.served, candidates.check),
+    "sasrec": Recipe(
+        encoders.sasrec, encoders.run, encoders.served, partial(check_data, interactions.FILES)
+    ),
+    "hstu": Recipe(
+        encoders.hstu, encoders.run, encoders.served, partial(check_data, interactions.FILES)
+    ),
+    "din": Recipe(
+        candidates.din, candidates.run, candidates.served, partial(check_data, interactions.FILES)
+    ),
+    "two-tower": Recipe(
+        candidates.two_tower,
+        candidates.run,
+        candidates.served,
+        partial(check_data, interactions.FILES),
+    ),
 }

@@ -34,7 +34,6 @@ from recipes.ctr.run import run_seeds
 from recipes.ctr.served import served_clicks
 from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
-from recipes.ranks import check_batch_size
 from recipes.result import Result, Stopped
 from recipes.served_run import ServedRun
 from torchembed.data.data_path import DataPath
@@ -118,12 +117,6 @@ CONFIGS = {
     ),
 }
 """The config of each model."""
-
-
-def check(config: CtrConfig, num_ranks: int) -> None:
-    """Look for the files; raises as :func:`~recipes.data_folder.find_data` where one is missing."""
-    check_batch_size(config.batch_size, num_ranks)
-    find_data(FILES, config.data)
 
 
 def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopped:

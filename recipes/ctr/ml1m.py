@@ -22,7 +22,6 @@ from recipes.ctr.run import run_seeds
 from recipes.ctr.served import served_clicks
 from recipes.ctr.splits import Splits
 from recipes.data_folder import find_data
-from recipes.ranks import check_batch_size
 from recipes.result import Result, Stopped
 from recipes.served_run import ServedRun
 from torchembed.data import text_ids
@@ -32,8 +31,8 @@ FILES: Mapping[str, Sequence[str]] = dict.fromkeys(
     ("ml-1m/ratings.dat", "ml-1m/ratings.npz"), ("users.dat", "movies.dat")
 )
 _USERS = ("UserID", "Gender", "Age", "Occupation", "Zip-code")
-_MOVIES = ("MovieID", "Title", "Genres")
-_RATINGS = ("UserID", "MovieID", "Rating", "Timestamp")
+MOVIES = ("MovieID", "Title", "Genres")
+RATINGS = ("UserID", "MovieID", "Rating", "Timestamp")
 _TITLE_WITH_YEAR = re.compile(r".*\((\d{4})\)")
 
 
@@ -57,12 +56,6 @@ def _config(kind: type[CtrConfig]) -> Callable[[str | Path | None], CtrConfig]:
 
 CONFIGS = {name: _config(kind) for name, kind in MODELS.items()}
 """The config of each model."""
-
-
-def check(config: CtrConfig, num_ranks: int) -> None:
-    """Look for the files; raises as :func:`~recipes.data_folder.find_data` where one is missing."""
-    check_batch_size(config.batch_size, num_ranks)
-    find_data(FILES, config.data)
 
 
 def run(config: CtrConfig, device: torch.device, output: Path) -> Result | Stopped:
@@ -108,8 +101,8 @@ def read_rated(path: DataPath, *, left_out: int | None = None) -> Rows:
     """
     ratings = _read_ratings(path)
     users, movies = (
-        _read_table(path.with_name(f"{name}.dat"), columns)
-        for name, columns in (("users", _USERS), ("movies", _MOVIES))
+        read_table(path.with_name(f"{name}.dat"), columns)
+        for name, columns in (("users", _USERS), ("movies", MOVIES))
     )
     user, movie = (
         _positions(path, ratings[:, column], table, name)
@@ -149,7 +142,7 @@ def _read_ratings(path: DataPath) -> NDArray[np.int64]:
             names = ("user", "movie", "rating")
             ratings = np.column_stack([arrays[name] for name in names]).astype(np.int64)
     else:
-        ratings = read_numbers(path, _RATINGS, separator="::")[:, :3]
+        ratings = read_numbers(path, RATINGS, separator="::")[:, :3]
     bad = (ratings[:, 2] < 1) | (ratings[:, 2] > 5)
     if bad.any():
         row = int(bad.argmax())
@@ -157,8 +150,13 @@ def _read_ratings(path: DataPath) -> NDArray[np.int64]:
     return ratings
 
 
-def _read_table(path: DataPath, columns: Sequence[str]) -> list[list[str]]:
-    """The lines of a file of ``::``-separated columns; the first is a number, and ascends."""
+def read_table(path: DataPath, columns: Sequence[str]) -> list[list[str]]:
+    """The lines of a file of ``::``-separated columns; the first is a number, and ascends.
+
+    Raises:
+        ValueError: where the file has no lines, or one with other columns or a number that is not
+            above that of the line before; names the file, the line and what came.
+    """
     with path.open(encoding="latin-1") as file:
         table = [line.rstrip("\n").split("::") for line in file]
     before = 0

@@ -51,12 +51,6 @@ def two_tower(data: str | Path | None = None) -> CandidateConfig:
     )
 
 
-def check(config: CandidateConfig, num_ranks: int) -> None:
-    """Look for the files; raises as :func:`~recipes.data_folder.find_data` where one is missing."""
-    check_batch_size(config.batch_size, num_ranks)
-    find_data(FILES, config.data)
-
-
 def run(config: CandidateConfig, device: torch.device, output: Path) -> RankingResult | Stopped:
     """Train once for each seed."""
     check_batch_size(config.batch_size)

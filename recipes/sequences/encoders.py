@@ -40,12 +40,6 @@ def hstu(data: str | Path | None = None) -> SequenceConfig:
     return SequenceConfig(data=data, encoder=Encoder.HSTU)
 
 
-def check(config: SequenceConfig, num_ranks: int) -> None:
-    """Look for the files; raises as :func:`~recipes.data_folder.find_data` where one is missing."""
-    check_batch_size(config.batch_size, num_ranks)
-    find_data(FILES, config.data)
-
-
 def run(config: SequenceConfig, device: torch.device, output: Path) -> RankingResult | Stopped:
     """Train once for each seed."""
     check_batch_size(config.batch_size)

@@ -5,16 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from recipes.ctr.ml1m import MOVIES, RATINGS, read_table
 from recipes.ctr.number_file import read_numbers
 from torchembed.data.data_path import DataPath
 
 FILES: Mapping[str, Sequence[str]] = dict.fromkeys(
     ("ml-1m/ratings.dat", "ml-1m/ratings.npz"), ("movies.dat",)
 )
-_RATINGS = ("UserID", "MovieID", "Rating", "Timestamp")
 
 
 class Interactions(NamedTuple):
@@ -54,8 +53,10 @@ def read(path: DataPath) -> Interactions:
             names = ("user", "movie", "time_rank")
             user, movie, time = (arrays[name].astype(np.int64) for name in names)
     else:
-        user, movie, _, time = read_numbers(path, _RATINGS, separator="::").T
-    movies = _movie_numbers(path.with_name("movies.dat"))
+        user, movie, _, time = read_numbers(path, RATINGS, separator="::").T
+    movies = np.array(
+        [int(number) for number, *_ in read_table(path.with_name("movies.dat"), MOVIES)]
+    )
     items = np.searchsorted(movies, movie).clip(max=len(movies) - 1)
     if (unknown := movies[items] != movie).any():
         row = int(unknown.argmax())
@@ -71,21 +72,3 @@ def read(path: DataPath) -> Interactions:
         times=None if path.suffix == ".npz" else torch.from_numpy(time[order]),
         num_items=len(movies),
     )
-
-
-def _movie_numbers(path: DataPath) -> NDArray[np.int64]:
-    """The numbers that the lines of ``movies.dat`` begin with, which ascend."""
-    numbers: list[int] = []
-    with path.open(encoding="latin-1") as file:
-        for line, text in enumerate(file, 1):
-            first, separator, _ = text.partition("::")
-            before = numbers[-1] if numbers else 0
-            if not separator or not first.isdecimal() or int(first) <= before:
-                raise ValueError(
-                    f"{path}, line {line}: must begin with a MovieID above that of the line "
-                    f"before, {before}, and '::', got {text[:60]!r}"
-                )
-            numbers.append(int(first))
-    if not numbers:
-        raise ValueError(f"{path}: must hold lines of MovieID::Title::Genres, got none")
-    return np.array(numbers)

@@ -12,8 +12,7 @@ import torch
 
 from recipes.ctr import ml1m
 from recipes.ctr.rows import Rows
-from recipes.data_folder import find_data
-from recipes.ranks import check_batch_size
+from recipes.data_folder import check_data, find_data
 from recipes.result import Stopped, TasksResult
 from recipes.served_run import ServedRun
 from recipes.tasks.config import Architecture, TasksConfig
@@ -52,10 +51,9 @@ def ple(data: str | Path | None = None) -> TasksConfig:
 
 def check(config: TasksConfig, num_ranks: int) -> None:
     """Look for the tasks and the files; raises as :func:`~recipes.tasks.run.chosen_tasks` and
-    :func:`~recipes.data_folder.find_data`."""
-    check_batch_size(config.batch_size, num_ranks)
+    :func:`~recipes.data_folder.check_data`."""
     chosen_tasks(config, TASKS)
-    find_data(ml1m.FILES, config.data)
+    check_data(ml1m.FILES, config, num_ranks)
 
 
 def run(config: TasksConfig, device: torch.device, output: Path) -> TasksResult | Stopped:
