@@ -7,6 +7,7 @@ products of integers overflow, of which it makes assertions that it then leaves 
 """
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
@@ -47,9 +48,13 @@ def once_for_each_launch(
                 self._scope.restore()
                 replaced.clear()
 
-    def replace_once(function: FunctionType) -> Launch:
+    @functools.cache
+    def seen_by(function: FunctionType) -> list[ModuleType]:
         seen = {id(value) for value in function.__globals__.values()}
-        missing = [one for one in languages if id(one) in seen and one not in replaced]
+        return [language for language in languages if id(language) in seen]
+
+    def replace_once(function: FunctionType) -> Launch:
+        missing = [language for language in seen_by(function) if language not in replaced]
         is_launch = not replaced
         if not missing and not is_launch:
             return Launch()
