@@ -70,26 +70,27 @@ __device__ void wait_for_fetches() {
 }
 
 // A warp's pipeline stages in shared memory. A stage holds a row of Values, its states where these
-// are rows too, and a gradient.
+// are rows too, and a gradient; of narrow rows it holds as many as the warp does.
 template <class Value, class Grad, int kDim, Rule kRule>
 class Arrivals {
   using Shape = RowShape<kDim>;
   static constexpr int kNumStates = kRule == Rule::kAdam ? 2 : has_row_state<kRule> ? 1 : 0;
 
  public:
-  static constexpr int kRowBytes = kDim * sizeof(Value), kStateBytes = kDim * sizeof(float);
-  static constexpr int kGradBytes = kDim * sizeof(Grad);
+  static constexpr int kRowBytes = Shape::kRows * kDim * sizeof(Value);
+  static constexpr int kStateBytes = Shape::kRows * kDim * sizeof(float);
+  static constexpr int kGradBytes = Shape::kRows * kDim * sizeof(Grad);
   static constexpr int kStageBytes = kRowBytes + kNumStates * kStateBytes + kGradBytes;
 
   __device__ Arrivals(char* shared, int first_stage)
-      : lane_(shared + first_stage * kStageBytes + lane_of_warp() * kLaneBytes<float>),
+      : lane_(shared + first_stage * kStageBytes + first_element() * int(sizeof(float))),
         address_(static_cast<uint32_t>(__cvta_generic_to_shared(lane_))),
         // lane_ steps by the bytes of a lane's float32 elements, but its 16-bit ones take half as
         // many: the difference is subtracted here, so that one base address serves rows, states
         // and gradients.
-        row_offset_(-lane_of_warp() * (kLaneBytes<float> - kLaneBytes<Value>)),
+        row_offset_(-first_element() * int(sizeof(float) - sizeof(Value))),
         gradient_offset_(kStageBytes - kGradBytes -
-                         lane_of_warp() * (kLaneBytes<float> - kLaneBytes<Grad>)) {}
+                         first_element() * int(sizeof(float) - sizeof(Grad))) {}
 
   // Starts to copy the row and its states.
   __device__ void fetch_row(int stage, const Matrices<Value, Grad, kDim>& matrices, int row) const {
@@ -132,11 +133,16 @@ class Arrivals {
   template <class Element>
   static constexpr int kLaneBytes = Shape::kVector * sizeof(Element);
 
+  // The place of the lane's first element among those of the rows of a stage.
+  static __device__ int first_element() {
+    return lane_of_warp() / Shape::kLanesOfRow * kDim + lane_of_row<kDim>() * Shape::kVector;
+  }
+
   template <class Element>
   static __device__ void fetch_parts(uint32_t target, Element* row) {
 #pragma unroll
     for (int part = 0; part < Shape::kParts; ++part) {
-      fetch_bytes<kLaneBytes<Element>>(target + part * kLanes * kLaneBytes<Element>,
+      fetch_bytes<kLaneBytes<Element>>(target + part * Shape::kLanesOfRow * kLaneBytes<Element>,
                                        row + part * Shape::kPart);
     }
   }
@@ -145,8 +151,9 @@ class Arrivals {
   static __device__ void fetch_cold_parts(uint32_t target, Element* row, uint64_t policy) {
 #pragma unroll
     for (int part = 0; part < Shape::kParts; ++part) {
-      fetch_cold_bytes<kLaneBytes<Element>>(target + part * kLanes * kLaneBytes<Element>,
-                                            row + part * Shape::kPart, policy);
+      fetch_cold_bytes<kLaneBytes<Element>>(
+          target + part * Shape::kLanesOfRow * kLaneBytes<Element>, row + part * Shape::kPart,
+          policy);
     }
   }
 

@@ -1,4 +1,4 @@
-// Rows as the 32 lanes of a warp hold them, for the kernels of update_rows.cu.
+// Rows as the 32 lanes of a warp hold them, for the kernels that update rows.
 
 #pragma once
 
@@ -18,15 +18,24 @@ constexpr int kLanes = 32;
 __device__ int lane_of_warp() { return threadIdx.x % kLanes; }
 
 // How the lanes of a warp share a row: kParts times each has kVector neighbouring elements, which
-// it loads and stores by one instruction, and neighbouring lanes have neighbouring ones.
+// it loads and stores by one instruction, and neighbouring lanes have neighbouring ones. A row of
+// less than 128 columns has a half or a quarter of the lanes, so that a warp holds kRows of them.
 template <int kDim>
 struct RowShape {
   static constexpr int kVector = 4;
-  static constexpr int kPart = kVector * kLanes;
+  static constexpr int kLanesOfRow = kDim >= 128 ? kLanes : kDim == 64 ? kLanes / 2 : kLanes / 4;
+  static constexpr int kRows = kLanes / kLanesOfRow;
+  static constexpr int kPart = kVector * kLanesOfRow;
   static constexpr int kParts = kDim / kPart;
   static constexpr int kCount = kVector * kParts;
   static_assert(kParts * kPart == kDim, "lanes have equally many elements");
 };
+
+// The lane's number among those that share its row.
+template <int kDim>
+__device__ int lane_of_row() {
+  return threadIdx.x % RowShape<kDim>::kLanesOfRow;
+}
 
 // A lane's elements of a row.
 template <int kDim>
@@ -47,7 +56,7 @@ template <class Value, int kDim>
 class LaneOfMatrix {
  public:
   explicit __device__ LaneOfMatrix(Value* matrix)
-      : matrix_(matrix), offset_(RowShape<kDim>::kVector * sizeof(Value) * lane_of_warp()) {
+      : matrix_(matrix), offset_(RowShape<kDim>::kVector * sizeof(Value) * lane_of_row<kDim>()) {
     // The empty asm hides from the compiler how the offset is computed. It would otherwise fold it
     // into the address of each matrix; so it takes one multiply-add for a row's address, whose
     // result all matrices of the same width share.
@@ -176,6 +185,36 @@ __device__ float sum_squares_by_fours(const Elements<kDim>& row) {
   return sums[0];
 }
 
+// The same of a row that has a part of the lanes. The Triton kernel adds the sums of four elements
+// that lie half a row apart, then those that lie a quarter apart, and so on, where a row counts as
+// long as the next power of two and ends in zeros: first the parts, then the lanes.
+template <int kDim>
+__device__ float sum_squares_of_narrow_row(const Elements<kDim>& row) {
+  using Shape = RowShape<kDim>;
+  static_assert(Shape::kParts <= 4);
+  float sums[4] = {};
+#pragma unroll
+  for (int part = 0; part < Shape::kParts; ++part) {
+    const float* const at = row.at + part * Shape::kVector;
+    sums[part] = at[0] * at[0];
+#pragma unroll
+    for (int i = 1; i < Shape::kVector; ++i) sums[part] += at[i] * at[i];
+  }
+#pragma unroll
+  for (int apart = 2; apart > 0; apart /= 2) {
+#pragma unroll
+    for (int part = 0; part < apart; ++part) {
+      if (part + apart < Shape::kParts) sums[part] += sums[part + apart];
+    }
+  }
+  float sum = sums[0];
+#pragma unroll
+  for (int apart = Shape::kLanesOfRow / 2; apart > 0; apart /= 2) {
+    sum += __shfl_xor_sync(kAllLanes, sum, apart);
+  }
+  return sum;
+}
+
 // The same where the Triton kernel's threads have eight neighbouring elements, as they have of rows
 // of 16 bits: eight neighbouring elements one after the other, then the 32 such sums of two parts,
 // then the pairs of parts. Of eight neighbouring elements an even lane has the first four and the
@@ -217,7 +256,9 @@ __device__ float sum_squares_by_eights(const Elements<kDim>& row) {
 // The sum of squares over a row's gradient in the order of the Triton kernel for rows of Values.
 template <class Value, int kDim>
 __device__ float sum_squares(const Elements<kDim>& row) {
-  if constexpr (sizeof(Value) == sizeof(float)) {
+  if constexpr (RowShape<kDim>::kRows > 1) {
+    return sum_squares_of_narrow_row(row);
+  } else if constexpr (sizeof(Value) == sizeof(float)) {
     return sum_squares_by_fours(row);
   } else {
     return sum_squares_by_eights(row);

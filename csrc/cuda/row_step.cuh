@@ -28,9 +28,9 @@ struct Matrices {
         grad(static_cast<const Grad*>(update.grad)) {}
 };
 
-// Divides by sqrt(total) + eps. All lanes take the same branch, since `total` is the row's. The
-// dividends need no test: `total` contains their squares, which bounds the quotient, and the last
-// bit of the quotient of a tiny one is given up, see ModerateDivisor.
+// Divides by sqrt(total) + eps. All lanes of a row take the same branch, since `total` is the
+// row's. The dividends need no test: `total` contains their squares, which bounds the quotient, and
+// the last bit of the quotient of a tiny one is given up, see ModerateDivisor.
 template <int kDim>
 __device__ void divide_by_root(Elements<kDim>& gradient, float total, float eps) {
   float divisor = moderate_root(total) + eps;
@@ -94,11 +94,13 @@ struct Row {
   }
 
   // kIsCold: the row is read by nobody else before the next step, so that its place in the cache is
-  // better given to gradients. `rounding` is the row's, for Values of 16 bits.
+  // better given to gradients. `rounding` is the row's, for Values of 16 bits. All lanes of the
+  // warp call it, since they may add squares by shuffles; those of rows that are not `stored`
+  // compute what nobody reads.
   template <bool kIsCold = false, class Grad>
   __device__ void step(const RowUpdate& update, const Matrices<Value, Grad, kDim>& matrices,
                        float lr, int row, Elements<kDim> gradient,
-                       const RowRounding<Value>& rounding = {}) const {
+                       const RowRounding<Value>& rounding = {}, bool stored = true) const {
     Elements<kDim> old = weight.elements();
     if (update.grad_multiplier != nullptr || update.max_gradient > 0.0f ||
         update.weight_decay != 0.0f) {
@@ -114,14 +116,16 @@ struct Row {
       });
     }
     if constexpr (kRule == Rule::kRowwiseAdagrad) {
+      const float squares = sum_squares<Value>(gradient);
+      constexpr bool kIsPower = (kDim & (kDim - 1)) == 0;  // the reciprocal is exact
       const float row_total =
-          state0 + sum_squares<Value>(gradient) * (1.0f / kDim);  // exact: kDim is a power of two
-      if (lane_of_warp() == 0) update.state0[row] = row_total;
+          state0 + (kIsPower ? squares * (1.0f / kDim) : __fdiv_rn(squares, float{kDim}));
+      if (stored && lane_of_row<kDim>() == 0) update.state0[row] = row_total;
       divide_by_root(gradient, row_total, update.eps);
     } else if constexpr (kRule == Rule::kAdagrad) {
       Elements<kDim> squares = state0.elements();
       squares.for_each([&](float value, int i) { return value + gradient.at[i] * gradient.at[i]; });
-      store_elements<kIsCold>(matrices.state0.at(row), squares);
+      if (stored) store_elements<kIsCold>(matrices.state0.at(row), squares);
       divide_by_roots<false>(gradient, squares, update.eps);
     } else if constexpr (kRule == Rule::kAdam) {
       Elements<kDim> first = state0.elements(), second = state1.elements();
@@ -131,12 +135,15 @@ struct Row {
       second.for_each([&](float value, int i) {
         return value + (gradient.at[i] * gradient.at[i] - value) * update.one_minus_beta2;
       });
-      store_elements<kIsCold>(matrices.state0.at(row), first);
-      store_elements<kIsCold>(matrices.state1.at(row), second);
+      if (stored) {
+        store_elements<kIsCold>(matrices.state0.at(row), first);
+        store_elements<kIsCold>(matrices.state1.at(row), second);
+      }
       divide_by_roots<true>(first, second, update.eps);
       gradient = first;
     }
     old.for_each([&](float value, int i) { return value - lr * gradient.at[i]; });
+    if (!stored) return;
     if constexpr (std::is_same_v<Value, float>) {
       store_elements<kIsCold>(matrices.weight.at(row), old);
     } else {

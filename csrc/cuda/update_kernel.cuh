@@ -1,4 +1,4 @@
-// Sums the gradients of each run and updates its row, which is float32.
+// Sums the gradients of each run and updates its row, which is float32 and has all lanes of a warp.
 //
 // The kernel is bound by memory: each run's row and state are read from and written to scattered
 // addresses, so enough of these accesses must be in flight. A warp takes a block of short runs,
@@ -31,9 +31,9 @@ namespace {
 // The most warps that the registers of a multiprocessor allow; one block fills a multiprocessor.
 constexpr int kMostWarps = 32;
 // Whether a row is read with each occurrence and used with the last one of its run: short runs have
-// few, and for a narrow row a branch costs more than the reads.
-template <int kDim>
-constexpr bool kReadsRowsAlways = kDim <= 128;
+// few, and for a row without two states a branch costs more than the reads.
+template <int kDim, Rule kRule>
+constexpr bool kReadsRowsAlways = kDim <= 128 && kRule != Rule::kAdam;
 // Pipeline stages of a warp: occurrences whose row, state and gradient are in shared memory or
 // being copied there.
 constexpr int kStages = 4;
@@ -50,7 +50,7 @@ constexpr int kMostWarpsOf =
 // free neighbourhoods if blocks of this kernel were scattered over all of them.
 constexpr int kBlocksOfCluster = 8;
 // The approximate number of occurrences that a warp takes at a time, the bounds of the number of
-// their runs, and the chunks that it sums in between.
+// their runs, and the chunks that it sums in between; for each of the rows that it has at a time.
 constexpr uint32_t kOccurrencesOfBlock = 20;
 constexpr uint32_t kLeastRuns = 8, kMostRuns = 16;
 constexpr int kChunksOfBlock = 4;
@@ -146,7 +146,7 @@ __device__ void update_short_runs(const RowUpdate& update,
     const auto fetch = [&](int number, int stage) {
       if (number < here) {
         const int from = __shfl_sync(kAllLanes, mine.gradient_row, number);
-        if (kReadsRowsAlways<kDim> || (ends_run >> number & 1)) {
+        if (kReadsRowsAlways<kDim, kRule> || (ends_run >> number & 1)) {
           const int to = __shfl_sync(kAllLanes, row_of_run, number);
           arrivals.fetch_row(stage, matrices, to);
         }
@@ -188,13 +188,18 @@ __device__ void update_short_runs(const RowUpdate& update,
 
 // The number of runs that a warp takes at a time: fewer where runs are long, so that the last
 // blocks end at about the same time, and such that the rounds of all warps come out even. The
-// product is of 64 bits, since 20 occurrences times 2**31 runs overflow 32.
+// product is of 64 bits, since 20 occurrences times 2**31 runs overflow 32. A warp that has kRows
+// rows at a time takes as many times more runs, but no more than lanes.
+template <int kRows = 1>
 __device__ uint32_t count_runs_of_block(const RowUpdate& update, uint32_t num_runs,
                                         uint32_t num_warps) {
-  uint32_t most = kMostRuns;
-  if (num_runs > kMostRuns * num_warps) {
-    const uint64_t occurrences = uint64_t{kOccurrencesOfBlock} * num_runs;
-    most = min(max(static_cast<uint32_t>(occurrences / update.num_ids), kLeastRuns), kMostRuns);
+  constexpr uint32_t kLeast = kLeastRuns * kRows;
+  constexpr uint32_t kMost = kMostRuns * kRows < kLanes ? kMostRuns * kRows : kLanes;
+  static_assert(kLeast <= kMost);
+  uint32_t most = kMost;
+  if (num_runs > kMost * num_warps) {
+    const uint64_t occurrences = uint64_t{kOccurrencesOfBlock * kRows} * num_runs;
+    most = min(max(static_cast<uint32_t>(occurrences / update.num_ids), kLeast), kMost);
   }
   const uint32_t num_rounds = max((num_runs + most * num_warps - 1) / (most * num_warps), 1u);
   return (num_runs + num_rounds * num_warps - 1) / (num_rounds * num_warps);
@@ -257,20 +262,18 @@ __global__ void __launch_bounds__(kMostWarpsOf<Grad, kDim, kRule>* kLanes, 1)
 
 // Launches about as many blocks as asked for, in whole clusters, of as many warps as fit into the
 // shared memory of a multiprocessor.
-template <class Grad, int kDim, Rule kRule>
-cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stream) {
-  constexpr int kBytes = kBytesOfWarp<Grad, kDim, kRule>;
-  const auto kernel = update_kernel<Grad, kDim, kRule>;
+inline cudaError_t launch_in_clusters(void (*kernel)(RowUpdate), int bytes_of_warp, int most_warps,
+                                      const RowUpdate& update, int device, cudaStream_t stream) {
   int num_bytes = 0, generation = 0;
   cudaError_t error =
       cudaDeviceGetAttribute(&num_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device);
   }
-  const int num_warps = std::min(kMostWarpsOf<Grad, kDim, kRule>, num_bytes / kBytes);
+  const int num_warps = std::min(most_warps, num_bytes / bytes_of_warp);
   if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 num_warps * kBytes);
+                                 num_warps * bytes_of_warp);
   }
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster{};
@@ -280,7 +283,7 @@ cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stre
   cudaLaunchConfig_t config{};
   config.gridDim = std::max(update.num_blocks / kBlocksOfCluster, 1) * kBlocksOfCluster;
   config.blockDim = num_warps * kLanes;
-  config.dynamicSmemBytes = num_warps * kBytes;
+  config.dynamicSmemBytes = num_warps * bytes_of_warp;
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
@@ -293,6 +296,12 @@ cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stre
   // Clusters are a preference: without them the kernel runs as well alone.
   if (num_clusters == 0) config.numAttrs = 0;
   return cudaLaunchKernelEx(&config, kernel, update);
+}
+
+template <class Grad, int kDim, Rule kRule>
+cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stream) {
+  return launch_in_clusters(update_kernel<Grad, kDim, kRule>, kBytesOfWarp<Grad, kDim, kRule>,
+                            kMostWarpsOf<Grad, kDim, kRule>, update, device, stream);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "update_kernel.cuh"
+#include "update_narrow_rows.h"
 #include "update_rows.h"
 #include "update_wide_rows.h"
 
@@ -10,7 +11,7 @@ namespace torchembed {
 namespace {
 
 template <class Grad>
-cudaError_t launch_narrow(const RowUpdate& update, int device, cudaStream_t stream) {
+cudaError_t launch_rule(const RowUpdate& update, int device, cudaStream_t stream) {
   switch (update.rule) {
     case Rule::kSgd:
       return launch_update<Grad, 128, Rule::kSgd>(update, device, stream);
@@ -31,14 +32,19 @@ cudaError_t launch(const RowUpdate& update, int device, cudaStream_t stream) {
   const cudaError_t error =
       cudaMemsetAsync(update.num_taken, 0, num_counts * sizeof(int32_t), stream);
   if (error != cudaSuccess) return error;
-  if (update.dim != 128) return launch_wide_update(update, device, stream);
+  if (update.dim == 32) return launch_update_of_32_columns(update, device, stream);
+  if (update.dim == 64) return launch_update_of_64_columns(update, device, stream);
+  if (update.dim == 96) return launch_update_of_96_columns(update, device, stream);
+  if (update.dim != 128 || update.rule == Rule::kAdam) {
+    return launch_wide_update(update, device, stream);
+  }
   switch (update.grad_type) {
     case RowType::kFloat32:
-      return launch_narrow<float>(update, device, stream);
+      return launch_rule<float>(update, device, stream);
     case RowType::kFloat16:
-      return launch_narrow<__half>(update, device, stream);
+      return launch_rule<__half>(update, device, stream);
     case RowType::kBFloat16:
-      return launch_narrow<__nv_bfloat16>(update, device, stream);
+      return launch_rule<__nv_bfloat16>(update, device, stream);
   }
   return cudaErrorInvalidValue;
 }

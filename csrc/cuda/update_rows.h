@@ -15,7 +15,8 @@ enum class Rule : uint8_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam =
 
 // Whether the kernels take rows of `dim` columns; those of 16 bits are wide.
 constexpr bool has_update_of(int64_t dim, RowType type) {
-  return dim == 256 || dim == 512 || (dim == 128 && type == RowType::kFloat32);
+  const bool is_narrow = dim == 32 || dim == 64 || dim == 96 || dim == 128;
+  return dim == 256 || dim == 512 || (is_narrow && type == RowType::kFloat32);
 }
 
 // The kernels' arguments. Optional ones are null where they are not given.

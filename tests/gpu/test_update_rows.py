@@ -24,7 +24,9 @@ from torchembed.triton_kernels.rowwise_update import launch_rowwise_update
 pytestmark = pytest.mark.gpu
 
 DIM = 128
-DIMS = (128, 256, 512)
+NARROW_DIMS = (32, 64, 96)
+WIDE_DIMS = (256, 512)
+DIMS = (*NARROW_DIMS, DIM, *WIDE_DIMS)
 HALVES = (torch.float16, torch.bfloat16)
 KINDS = (
     OptimizerKind.ROWWISE_ADAGRAD,
@@ -125,7 +127,7 @@ def rounding_keys(num_rows: int, device: torch.device) -> RoundingKeys:
     return RoundingKeys(offsets, keys, torch.tensor([0, 256, 2**33], device=device))
 
 
-@pytest.mark.parametrize("dim", DIMS[1:])
+@pytest.mark.parametrize("dim", WIDE_DIMS)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_rows_of_16_bits(dtype: torch.dtype, dim: int, device: torch.device) -> None:
     num_ids, num_bags, num_rows = 50_000, 10_000, 20_000
@@ -184,13 +186,27 @@ def test_runs_of_every_length(length: int, device: torch.device) -> None:
     check(rows, 20, RowGradients(grad), dtype=torch.float16, rounding=rounding_keys(20, device))
 
 
+@pytest.mark.parametrize("dim", NARROW_DIMS)
+@pytest.mark.parametrize("seed", range(4))
+def test_short_runs_of_unequal_lengths(seed: int, dim: int, device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(seed)
+    uniform = torch.rand(3_000, generator=generator, device=device)
+    # Most have one occurrence, and some as many as a run that is not divided.
+    lengths = 1 + (uniform**8 * (RUN_CHUNK - 1)).long()
+    rows = torch.arange(lengths.numel(), device=device).repeat_interleave(lengths)
+    scales = normal(rows.numel(), seed=seed, device=device) if seed % 2 else None
+    grad = normal(rows.numel(), dim, seed=0, device=device)
+    check(rows, lengths.numel(), RowGradients(grad, None, scales))
+
+
 def test_few_warps_for_many_runs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_num_blocks", lambda update: 1)
     hot = skewed(60_000, 500, device)
     for num_single in (300, 20_000):  # with long runs, and with many short ones
         rows = torch.cat([torch.arange(num_single, device=device), hot])
-        grad = normal(rows.numel(), DIM, seed=0, dtype=torch.bfloat16, device=device)
-        check(rows, 20_000, RowGradients(grad))
+        for dim in (*NARROW_DIMS, DIM):
+            grad = normal(rows.numel(), dim, seed=0, dtype=torch.bfloat16, device=device)
+            check(rows, 20_000, RowGradients(grad))
         grad = normal(rows.numel(), 256, seed=0, device=device)
         check(rows, 20_000, RowGradients(grad), dtype=torch.bfloat16)
 
@@ -205,7 +221,8 @@ def test_wide_rows_on_part_of_the_gpu(
         check(rows, 20_000, RowGradients(normal(60_000, 256, seed=0, device=device)), dtype=dtype)
 
 
-def test_replays_of_a_graph(device: torch.device) -> None:
+@pytest.mark.parametrize("dim", [*NARROW_DIMS, DIM])
+def test_replays_of_a_graph(dim: int, device: torch.device) -> None:
     kernel = cuda_kernel()
     assert kernel is not None
 
@@ -221,8 +238,8 @@ def test_replays_of_a_graph(device: torch.device) -> None:
         launch_rowwise_update(update)
         launch_rowwise_update(update)
 
-    rows, weight = skewed(60_000, 500, device), normal(500, DIM, seed=3, device=device)
-    gradients = RowGradients(normal(rows.numel(), DIM, seed=0, device=device))
+    rows, weight = skewed(60_000, 500, device), normal(500, dim, seed=3, device=device)
+    gradients = RowGradients(normal(rows.numel(), dim, seed=0, device=device))
     launch(kernel.launch, weight, rows, gradients=gradients)  # a kernel loads outside of graphs
     found, expected = (
         launch(each, weight, rows, gradients=gradients) for each in (replayed, repeated)
@@ -232,9 +249,10 @@ def test_replays_of_a_graph(device: torch.device) -> None:
         assert_same_bits(tensor, same)
 
 
-def test_extreme_gradients(device: torch.device) -> None:
+@pytest.mark.parametrize("dim", [*NARROW_DIMS, DIM])
+def test_extreme_gradients(dim: int, device: torch.device) -> None:
     values = [0.0, -0.0, 1e-45, -1e-38, 1e-20, 3e19, -3e38, float("inf"), float("nan"), 1.0]
-    grad = torch.tensor(values, device=device).repeat_interleave(DIM).view(-1, DIM)
+    grad = torch.tensor(values, device=device).repeat_interleave(dim).view(-1, dim)
     grad[:, 4:] = 1e-3
     check(torch.arange(len(values), device=device), len(values), RowGradients(grad))
 
@@ -260,10 +278,10 @@ def test_leaves_other_calls_to_triton(device: torch.device) -> None:
     rows = torch.tensor([1, 2], device=device)
     weight = normal(5, DIM, seed=0, device=device)
     grad = normal(2, DIM, seed=1, device=device)
-    narrow = RowGradients(grad[:, :32].contiguous())
-    cases = [launch(kernel.launch, weight[:, :32].contiguous(), rows, gradients=narrow)]
-    adam = OptimizerKind.ADAM
-    cases.append(launch(kernel.launch, weight, rows, gradients=RowGradients(grad), kind=adam))
+    cases = []
+    for dim in (16, 48):
+        narrow = RowGradients(grad[:, :dim].contiguous())
+        cases.append(launch(kernel.launch, weight[:, :dim].contiguous(), rows, gradients=narrow))
     cases.append(launch(kernel.launch, weight.bfloat16(), rows, gradients=RowGradients(grad)))
     wide, of_16_bits = weight.repeat(1, 2).bfloat16(), RowGradients(grad.repeat(1, 2).bfloat16())
     cases.append(launch(kernel.launch, wide, rows, gradients=of_16_bits))
@@ -283,9 +301,9 @@ def test_refuses_what_would_reach_past_memory(device: torch.device) -> None:
     weight, state, grad = (
         torch.zeros(*shape, device=device) for shape in ((5, DIM), (5,), (3, DIM))
     )
-    columns = "weight and grad must be contiguous and both have 256 or 512 columns, or 128 where "
+    columns = "weight and grad must be contiguous and both have 256 or 512 columns, or 32, "
     with pytest.raises(RuntimeError, match=columns):
-        call(weight[:, :64].contiguous(), state, grad)
+        call(weight[:, :48].contiguous(), state, grad)
     with pytest.raises(RuntimeError, match=columns):
         call(weight, state, grad[:, ::2])
     with pytest.raises(RuntimeError, match="state0 must hold 5 elements, got 4"):

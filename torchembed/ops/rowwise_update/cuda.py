@@ -11,27 +11,30 @@ from torchembed.core.dispatch import CudaKernel
 from torchembed.core.types import OptimizerKind
 from torchembed.core.update_records import RowUpdate
 
-_RULES = {
-    128: (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD),
+_RULES = {128: (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)}
+"""Columns of a float32 row, and the rules whose updates are faster than Triton's at that width."""
+_RULES_ON_HOPPER = {
+    32: tuple(OptimizerKind),
+    64: tuple(OptimizerKind),
+    96: tuple(OptimizerKind),
+    128: (OptimizerKind.ADAM,),
     256: (OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.ADAM),
     512: (OptimizerKind.ROWWISE_ADAGRAD,),
 }
-"""Columns of a float32 row, and the rules whose updates are faster than Triton's at that width."""
+"""The same of the kernels that are compiled for one generation of GPUs alone."""
 _RULES_OF_16_BITS = {
     256: (OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD),
     512: (OptimizerKind.ROWWISE_ADAGRAD,),
 }
-"""The rules for rows of float16 and bfloat16, whose gradients must be float32."""
-_WIDEST_OF_ALL = 128
-"""The most columns for which there are kernels for every GPU that is new enough."""
+"""The same for rows of float16 and bfloat16, whose gradients must be float32."""
 _OLDEST_GPU = (8, 0)
-_WIDE_GENERATION = 9
-"""The major version of the GPUs that kernels of wide rows are compiled for."""
+_HOPPER = 9
+"""The major version of the GPUs that these kernels are compiled for."""
 _MAX_ROWS = 2**31
 _COVERS = (
-    "float32 rows of 128 columns, but for Adam, and on Hopper of 256, but for SGD, and of 512 for "
-    "row-wise Adagrad; there also 16-bit rows of 256 for both kinds of Adagrad, and of 512 for "
-    "row-wise Adagrad, with float32 gradients"
+    "float32 rows of 128 columns, but for Adam; on Hopper those of 32, 64, 96 and 128, of 256, but "
+    "for SGD, and of 512 for row-wise Adagrad; there also 16-bit rows of 256 for both kinds of "
+    "Adagrad, and of 512 for row-wise Adagrad, with float32 gradients"
 )
 
 
@@ -81,12 +84,11 @@ def _takes(weight: torch.Tensor, grad: torch.Tensor, optimizer: int) -> bool:
         weight.dtype not in (torch.float16, torch.bfloat16) or grad.dtype != torch.float32
     ):
         return False
-    if optimizer not in (_RULES if is_float32 else _RULES_OF_16_BITS).get(dim, ()):
-        return False
-    needs_hopper = dim > _WIDEST_OF_ALL
-    return (
-        not needs_hopper or torch.cuda.get_device_capability(weight.device)[0] == _WIDE_GENERATION
-    )
+    if is_float32 and optimizer in _RULES.get(dim, ()):
+        return True
+    on_hopper = _RULES_ON_HOPPER if is_float32 else _RULES_OF_16_BITS
+    is_hopper = torch.cuda.get_device_capability(weight.device)[0] == _HOPPER
+    return is_hopper and optimizer in on_hopper.get(dim, ())
 
 
 def _launch_update_rows(update: RowUpdate) -> object:

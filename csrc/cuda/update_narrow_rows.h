@@ -1,0 +1,17 @@
+// Updates of narrow rows. Each width has a file of its own, so that they are compiled side by side,
+// and like wide rows for fewer GPUs.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "update_rows.h"
+
+namespace torchembed {
+
+// Launch the update of float32 rows of so many columns; `update`'s counters are zero.
+cudaError_t launch_update_of_32_columns(const RowUpdate& update, int device, cudaStream_t stream);
+cudaError_t launch_update_of_64_columns(const RowUpdate& update, int device, cudaStream_t stream);
+cudaError_t launch_update_of_96_columns(const RowUpdate& update, int device, cudaStream_t stream);
+
+}  // namespace torchembed
