@@ -10,7 +10,8 @@ from torchembed.core.types import OptimizerKind
 from torchembed.core.update_records import RowUpdate
 from torchembed.ops.rowwise_update import cuda
 
-ROWWISE, ADAGRAD, ADAM = (
+SGD, ROWWISE, ADAGRAD, ADAM = (
+    OptimizerKind.SGD,
     OptimizerKind.ROWWISE_ADAGRAD,
     OptimizerKind.ADAGRAD,
     OptimizerKind.ADAM,
@@ -26,10 +27,14 @@ def rows(dim: int, dtype: torch.dtype) -> Tensor:
     ("dim", "dtype", "grad_dtype", "optimizer", "on_hopper", "elsewhere"),
     [
         (128, FLOAT, BFLOAT, ROWWISE, True, True),
-        (128, FLOAT, FLOAT, ADAM, False, False),
+        (128, FLOAT, FLOAT, ADAM, True, False),
         (256, FLOAT, HALF, ADAM, True, False),
         (512, FLOAT, FLOAT, ROWWISE, True, False),
-        (64, FLOAT, FLOAT, ROWWISE, False, False),
+        (32, FLOAT, BFLOAT, SGD, True, False),
+        (64, FLOAT, FLOAT, ROWWISE, True, False),
+        (96, FLOAT, HALF, ADAM, True, False),
+        (48, FLOAT, FLOAT, ROWWISE, False, False),
+        (64, HALF, FLOAT, ROWWISE, False, False),
         (128, HALF, FLOAT, ROWWISE, False, False),
         (256, HALF, FLOAT, ADAGRAD, True, False),
         (256, BFLOAT, FLOAT, ADAM, False, False),
