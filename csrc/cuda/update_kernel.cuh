@@ -31,9 +31,9 @@ namespace {
 // The most warps that the registers of a multiprocessor allow; one block fills a multiprocessor.
 constexpr int kMostWarps = 32;
 // Whether a row is read with each occurrence and used with the last one of its run: short runs have
-// few, and for a row without two states a branch costs more than the reads.
-template <int kDim, Rule kRule>
-constexpr bool kReadsRowsAlways = kDim <= 128 && kRule != Rule::kAdam;
+// few, and for a narrow row a branch costs more than the reads.
+template <int kDim>
+constexpr bool kReadsRowsAlways = kDim <= 128;
 // Pipeline stages of a warp: occurrences whose row, state and gradient are in shared memory or
 // being copied there.
 constexpr int kStages = 4;
@@ -146,7 +146,7 @@ __device__ void update_short_runs(const RowUpdate& update,
     const auto fetch = [&](int number, int stage) {
       if (number < here) {
         const int from = __shfl_sync(kAllLanes, mine.gradient_row, number);
-        if (kReadsRowsAlways<kDim, kRule> || (ends_run >> number & 1)) {
+        if (kReadsRowsAlways<kDim> || (ends_run >> number & 1)) {
           const int to = __shfl_sync(kAllLanes, row_of_run, number);
           arrivals.fetch_row(stage, matrices, to);
         }

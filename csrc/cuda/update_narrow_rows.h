@@ -9,8 +9,8 @@
 
 namespace torchembed {
 
-// Launch the update of float32 rows of so many columns; `update`'s counters are zero.
-cudaError_t launch_update_of_32_columns(const RowUpdate& update, int device, cudaStream_t stream);
+// Launch the update of float32 rows of so many columns; `update`'s counters are zero. They return
+// cudaErrorInvalidValue for a rule that has no kernel of that width.
 cudaError_t launch_update_of_64_columns(const RowUpdate& update, int device, cudaStream_t stream);
 cudaError_t launch_update_of_96_columns(const RowUpdate& update, int device, cudaStream_t stream);
 

@@ -32,12 +32,9 @@ cudaError_t launch(const RowUpdate& update, int device, cudaStream_t stream) {
   const cudaError_t error =
       cudaMemsetAsync(update.num_taken, 0, num_counts * sizeof(int32_t), stream);
   if (error != cudaSuccess) return error;
-  if (update.dim == 32) return launch_update_of_32_columns(update, device, stream);
   if (update.dim == 64) return launch_update_of_64_columns(update, device, stream);
   if (update.dim == 96) return launch_update_of_96_columns(update, device, stream);
-  if (update.dim != 128 || update.rule == Rule::kAdam) {
-    return launch_wide_update(update, device, stream);
-  }
+  if (update.dim != 128) return launch_wide_update(update, device, stream);
   switch (update.grad_type) {
     case RowType::kFloat32:
       return launch_rule<float>(update, device, stream);

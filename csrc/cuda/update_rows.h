@@ -15,7 +15,7 @@ enum class Rule : uint8_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam =
 
 // Whether the kernels take rows of `dim` columns; those of 16 bits are wide.
 constexpr bool has_update_of(int64_t dim, RowType type) {
-  const bool is_narrow = dim == 32 || dim == 64 || dim == 96 || dim == 128;
+  const bool is_narrow = dim == 64 || dim == 96 || dim == 128;
   return dim == 256 || dim == 512 || (is_narrow && type == RowType::kFloat32);
 }
 

@@ -1,5 +1,4 @@
-// Updates of wide rows, and by Adam of those of 128 columns, which have a file of their own since
-// they are compiled for fewer GPUs.
+// Updates of wide rows, which have a file of their own since they are compiled for fewer GPUs.
 
 #pragma once
 
@@ -9,7 +8,7 @@
 
 namespace torchembed {
 
-// Launches the update of rows of 128, 256 or 512 columns; `update`'s counters are zero. Returns
+// Launches the update of rows of 256 or 512 columns; `update`'s counters are zero. Returns
 // cudaErrorInvalidValue for a rule that has no kernel of that width.
 cudaError_t launch_wide_update(const RowUpdate& update, int device, cudaStream_t stream);
 

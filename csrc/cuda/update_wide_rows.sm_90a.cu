@@ -1,6 +1,5 @@
-// Updates of rows of 256 and 512 columns, by the rules for which they are faster than Triton's, and
-// of 128 by Adam. Each width is as many kernels again, so they are compiled for one generation
-// alone.
+// Updates of rows of 256 and 512 columns, by the rules for which they are faster than Triton's.
+// Each width is as many kernels again, so they are compiled for one generation alone.
 
 #include <cuda_runtime.h>
 
@@ -15,9 +14,6 @@ template <class Grad>
 cudaError_t launch_of(const RowUpdate& update, int device, cudaStream_t stream) {
   if (update.dim == 512 && update.rule == Rule::kRowwiseAdagrad) {
     return launch_update<Grad, 512, Rule::kRowwiseAdagrad>(update, device, stream);
-  }
-  if (update.dim == 128 && update.rule == Rule::kAdam) {
-    return launch_update<Grad, 128, Rule::kAdam>(update, device, stream);
   }
   if (update.dim != 256) return cudaErrorInvalidValue;
   switch (update.rule) {

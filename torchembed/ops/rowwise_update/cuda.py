@@ -14,10 +14,8 @@ from torchembed.core.update_records import RowUpdate
 _RULES = {128: (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)}
 """Columns of a float32 row, and the rules whose updates are faster than Triton's at that width."""
 _RULES_ON_HOPPER = {
-    32: tuple(OptimizerKind),
-    64: tuple(OptimizerKind),
+    64: (OptimizerKind.SGD, OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.ADAM),
     96: tuple(OptimizerKind),
-    128: (OptimizerKind.ADAM,),
     256: (OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.ADAM),
     512: (OptimizerKind.ROWWISE_ADAGRAD,),
 }
@@ -32,9 +30,9 @@ _HOPPER = 9
 """The major version of the GPUs that these kernels are compiled for."""
 _MAX_ROWS = 2**31
 _COVERS = (
-    "float32 rows of 128 columns, but for Adam; on Hopper those of 32, 64, 96 and 128, of 256, but "
-    "for SGD, and of 512 for row-wise Adagrad; there also 16-bit rows of 256 for both kinds of "
-    "Adagrad, and of 512 for row-wise Adagrad, with float32 gradients"
+    "float32 rows of 128 columns, but for Adam; on Hopper those of 96, of 64, but for Adagrad, of "
+    "256, but for SGD, and of 512 for row-wise Adagrad; there also 16-bit rows of 256 for both "
+    "kinds of Adagrad, and of 512 for row-wise Adagrad, with float32 gradients"
 )
 
 
