@@ -119,6 +119,16 @@ def test_no_plan_is_much_faster(
     assert planner.plan(tables, topology).seconds <= 1.1 * min(fitting)
 
 
+def test_parts_go_to_different_nodes_whose_links_they_would_share() -> None:
+    tables = {"t": make_use(1, 8, "f", "g")}
+    planner = Planner(
+        batch_size=1, hotness={"f": 20, "g": 100}, optimizer=optim.SGD, fixed_hotness=False
+    )
+    (plan,) = planner.plan(tables, make_topology(2, 2)).plan.tables
+    assert plan.placement is Placement.COLUMN_WISE
+    assert [shard.rank // 2 for shard in plan.shards] == [0, 1]
+
+
 def test_hot_tables_are_split_and_small_ones_replicated() -> None:
     tables = {
         "hot": make_use(10**6, 64, "hot"),

@@ -82,6 +82,10 @@ class Search:
         self._options = [[_counting(option, numbers) for option in of] for of in options]
         self._num_columns = len(Load) + len(numbers)
         self._num_ranks = model.topology.num_ranks
+        by_node = np.arange(self._num_ranks).reshape(model.topology.num_nodes, -1)
+        self._turns = by_node.T.ravel()
+        """Ranks in the order in which equally busy ones get parts: of one node after another, whose
+        links its ranks share."""
         topology = model.topology
         self._memory = topology.memory_bytes
         limits = {Load.HOST: topology.host.memory_bytes}
@@ -200,11 +204,11 @@ class Search:
                 return option.groups[most_busy.argmin()]
             most_lacking = lacking[option.stacked_groups].max(axis=1)
             return option.groups[np.lexsort((most_busy, most_lacking))[0]]
-        pool = option.pool
+        pool = self._turns
+        if len(option.pool) < self._num_ranks:
+            pool = pool[np.isin(pool, option.pool)]
         if lacking is not None:
             order = np.lexsort((busy[pool], lacking[pool]))
-        elif len(pool) == self._num_ranks:
-            order = np.argsort(busy, kind="stable")
         else:
             order = np.argsort(busy[pool], kind="stable")
         return np.sort(pool[order[: option.num_parts]])
