@@ -29,7 +29,8 @@ from torchembed import optim
 from torchembed.data import MLPERF_HOTNESS, MLPERF_TABLE_SIZES
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.sharding import TableUse, Topology, WirePrecision
-from torchembed.sharding.planning.costs import ALL_REDUCE_EXCHANGES, CostModel
+from torchembed.sharding.planning.costs import CostModel
+from torchembed.sharding.planning.load_seconds import ALL_REDUCE_EXCHANGES
 from torchembed.sharding.planning.loads import Load
 from torchembed.sharding.planning.plan import Placement, place_table
 from torchembed.sharding.planning.topology import GPUS, Hardware

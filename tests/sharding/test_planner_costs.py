@@ -24,15 +24,14 @@ from torchembed.sharding import (
 )
 from torchembed.sharding.planning.costs import (
     CACHED_ROW_BYTE,
-    LOOKUP_KERNELS,
     ROW_ACCESS_BYTES,
-    UPDATE_KERNELS,
 )
 from torchembed.sharding.planning.distinct_rows import (
     _NUM_HALVINGS,
     MAX_EXPONENT,
     expected_distinct,
 )
+from torchembed.sharding.planning.load_seconds import LOOKUP_KERNELS, UPDATE_KERNELS
 from torchembed.sharding.planning.loads import Everywhere, Load
 from torchembed.sharding.planning.plan import place_table
 from torchembed.sharding.planning.plan_report import bytes_text, ranks_text, report_plan

@@ -1,7 +1,5 @@
 """The base of the sharded collections: what this rank holds, and who looks up what."""
 
-import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -21,18 +19,17 @@ from torchembed.modules.lookup.lookup_stages import B, R, V
 from torchembed.modules.lookup.slots import Slots
 from torchembed.modules.sharded.bound_to_ranks import BoundToRanks
 from torchembed.modules.sharded.checked_ids import IdChecks
+from torchembed.modules.sharded.local_table import local_table
 from torchembed.modules.sharded.taken_rows import check_untrained, take_rows
 from torchembed.modules.staged_collection import StagedCollection
 from torchembed.modules.table_module import TableWeight
 from torchembed.ops.row_gradients import WeightGradient
 from torchembed.sharding.planning.plan import Placement, TablePlan
 from torchembed.sharding.transport.batch_agreement import BatchKind, agree_on_batch
-from torchembed.sharding.transport.data_parallel import max_over, sum_over_columns
+from torchembed.sharding.transport.data_parallel import max_over
 from torchembed.sharding.transport.global_rows import (
-    global_tensor,
     local_contents,
     local_part,
-    stacked_tensor,
 )
 from torchembed.sharding.transport.layout import Layout, SlotPart, slot_parts
 from torchembed.sharding.transport.table_ranks import TableRanks
@@ -40,10 +37,8 @@ from torchembed.tables import (
     CountedCaches,
     CountedTables,
     GrowingTables,
-    IdShare,
     Table,
     TableSet,
-    TableSpec,
 )
 
 
@@ -91,43 +86,6 @@ class HeldTables(NamedTuple):
     """For each table of the set the number of its config."""
     names: tuple[str, ...]
     """For each table of the set the name under which its weight is a parameter."""
-
-
-def local_table(spec: TableSpec, plan: TablePlan, ranks: TableRanks) -> Table | None:
-    """This rank's shard of a table, in the storage that ``plan`` names; None where it has none."""
-    shard = next((shard for shard in plan.shards if shard.rank == ranks.rank), None)
-    if shard is None:
-        return None
-    table = Table(
-        dataclasses.replace(spec, storage=plan.storage),
-        first_row=shard.first_row,
-        num_rows=shard.num_rows,
-        first_column=shard.first_column,
-        num_columns=shard.num_columns,
-    )
-    table.max_over_holders = ranks.max_over_holders
-    table.is_sharded = plan.placement is not Placement.DATA_PARALLEL
-    if not table.is_sharded:
-        table.gradient_reduction = ranks.row_gradient_mean
-    elif plan.placement.is_divided:
-        by_columns = plan.placement is Placement.COLUMN_WISE
-        mesh = ranks.holders(plan)
-        if plan.takes_any_id and not by_columns:
-            table.as_global = functools.partial(stacked_tensor, mesh=mesh)
-            # The ranks of columns all hold the same ids.
-            table.contents_as_global = table.as_global
-            holders = [shard.rank for shard in plan.shards]
-            table.id_share = IdShare(holders.index(ranks.rank), len(holders))
-        else:
-            table.as_global = functools.partial(
-                global_tensor,
-                mesh=mesh,
-                dim=1 if by_columns else 0,
-                size=spec.dim if by_columns else spec.num_rows,
-            )
-        if by_columns and mesh.size() > 1:
-            table.sum_over_columns = sum_over_columns(mesh.get_group())
-    return table
 
 
 class ShardedCollection(BoundToRanks, StagedCollection[B, R, V]):

@@ -17,12 +17,12 @@ from torchembed.modules.inside_ddp import DenseOwner
 from torchembed.modules.lookup.forward_admission import admits_in_forward
 from torchembed.modules.sharded.bound_to_ranks import BoundToRanks
 from torchembed.modules.sharded.joined_exchange import ExchangeKind, ExchangeSlot
+from torchembed.modules.sharded.local_table import local_table
 from torchembed.modules.sharded.lookup_of_modules import (
     LookupOfModules,
     LookupSettings,
     ModuleTable,
 )
-from torchembed.modules.sharded.sharded_collection import local_table
 from torchembed.modules.sharded.taken_rows import check_untrained, take_rows
 from torchembed.modules.single_table import SingleTable
 from torchembed.ops.eager_lookup import bags_of_positions, max_of_bags

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchembed.sharding.planning.costs import ALL_REDUCE_EXCHANGES, CostModel
+from torchembed.sharding.planning.costs import CostModel
+from torchembed.sharding.planning.load_seconds import ALL_REDUCE_EXCHANGES
 from torchembed.sharding.wire import BUCKET_BYTES
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 0.85, 1.5

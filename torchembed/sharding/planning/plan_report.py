@@ -6,9 +6,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 import numpy as np
 
 from torchembed.ops.rowwise_update import UpdateRule
-from torchembed.sharding.planning.costs import ALL_REDUCE_EXCHANGES, CostModel
+from torchembed.sharding.planning.costs import CostModel
 from torchembed.sharding.planning.dense_costs import DenseCost, DenseUse, dense_cost
 from torchembed.sharding.planning.growth import MovedPart, growth_bytes, moved_parts
+from torchembed.sharding.planning.load_seconds import ALL_REDUCE_EXCHANGES
 from torchembed.sharding.planning.loads import Everywhere, Load
 from torchembed.sharding.planning.plan import Placement, ShardingPlan, TablePlan
 from torchembed.sharding.planning.storage_json import storage_text

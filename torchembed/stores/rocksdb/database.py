@@ -10,10 +10,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torchembed.stores.arguments import check_same_line
-from torchembed.stores.errors import CorruptStoreError, RowStoreError
+from torchembed.stores.errors import RowStoreError
 from torchembed.stores.folder_lock import LOCK_FILE, FolderLock
 from torchembed.stores.rocksdb.faults import faults_named
 from torchembed.stores.rocksdb.files import share_files, sync_to_disk
@@ -21,6 +21,14 @@ from torchembed.stores.rocksdb.gate import Gate
 from torchembed.stores.rocksdb.opening import import_rocksdict, opened
 from torchembed.stores.rocksdb.options import RocksDBOptions
 from torchembed.stores.rocksdb.room import check_room
+from torchembed.stores.rocksdb.table_records import (
+    FORMAT,
+    ROWS,
+    TableRecord,
+    prefix,
+    read_records,
+    record_key,
+)
 from torchembed.stores.rocksdb.writes import write_whole
 
 if TYPE_CHECKING:
@@ -28,30 +36,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-ROWS = "rows"
-"""The folder of RocksDB's own files, within that of the store."""
-
 SNAPSHOTS = "snapshots"
 
 _RESTORED, _REPLACED = f"{ROWS}.restored", f"{ROWS}.replaced"
 """A database that is to take the place of the one in ``ROWS``, and one that another took the place
 of."""
-
-FORMAT = 1
-"""Version of what the folder and the database hold; others are refused."""
-
-PREFIX_BYTES = 4
-"""Every key of the database begins with the number of a table, big-endian; numbers are from 1 on.
-
-Under 0 are records: the format under no further bytes, and each table under its name.
-"""
-
-
-class TableRecord(NamedTuple):
-    """The database's record of a table."""
-
-    number: int
-    line_bytes: int
 
 
 class Database:
@@ -93,7 +82,7 @@ class Database:
                 _end_replacement(folder)
                 _make_where_missing(folder, options)
             self._db = opened(folder / ROWS, options, is_read_only=is_read_only, store=self.store)
-            self.records = _read_records(self._db, self.store)
+            self.records = read_records(self._db, self.store)
         except BaseException:
             if self._db is not None:
                 self._db.close()
@@ -158,7 +147,7 @@ class Database:
         """Add the record of a table."""
         number = 1 + max((record.number for record in self.records.values()), default=0)
         record = TableRecord(number, line_bytes)
-        key, value = _record_key(name), json.dumps(record._asdict()).encode()
+        key, value = record_key(name), json.dumps(record._asdict()).encode()
         self.write(lambda batch: batch.put(key, value))
         self.records[name] = record
 
@@ -169,7 +158,7 @@ class Database:
 
             def fill(batch: "rocksdict.WriteBatch") -> None:
                 batch.delete_range(prefix(number), prefix(number + 1))
-                batch.delete(_record_key(name))
+                batch.delete(record_key(name))
 
             self.write(fill)
             del self.records[name]
@@ -257,7 +246,7 @@ class Database:
             share_files(checkpoint / ROWS, restored)
             db = opened(restored, self.options, store=checkpoint)
             try:
-                records = _read_records(db, checkpoint)
+                records = read_records(db, checkpoint)
                 for name in records.keys() & before.keys():
                     made_with, wanted = records[name].line_bytes, before[name].line_bytes
                     check_same_line(str(checkpoint), name, made_with, wanted)
@@ -293,46 +282,6 @@ class Database:
                     db.close()
         finally:
             self._folder_lock.release()
-
-
-def prefix(number: int) -> bytes:
-    """The beginning of the keys of table ``number``."""
-    return number.to_bytes(PREFIX_BYTES, "big")
-
-
-def _record_key(name: str) -> bytes:
-    """The key of the record of a table."""
-    return prefix(0) + name.encode()
-
-
-def _read_records(db: "rocksdict.Rdict", folder: Path) -> dict[str, TableRecord]:
-    with faults_named(folder):
-        records = _read_range(db, prefix(0), prefix(1))
-    try:
-        found = {key[PREFIX_BYTES:].decode(): json.loads(value) for key, value in records}
-        version = found.pop("")["format"]
-        if version == FORMAT:
-            return {name: TableRecord(**record) for name, record in found.items()}
-    except (ValueError, KeyError, TypeError):
-        raise CorruptStoreError(
-            f"the database in {folder / ROWS} must be one that a store made, and lacks its "
-            "records; give another folder, or restore this one from a checkpoint"
-        ) from None
-    raise RowStoreError(
-        f"the store in {folder} has format {version}, and this release knows {FORMAT}; open it "
-        "with the release that wrote it"
-    )
-
-
-def _read_range(rows: "rocksdict.Rdict", begin: bytes, end: bytes) -> list[tuple[bytes, bytes]]:
-    found = []
-    rest = rows.iter()
-    rest.seek(begin)
-    while rest.valid() and rest.key() < end:
-        found.append((rest.key(), rest.value()))
-        rest.next()
-    rest.status()
-    return found
 
 
 def _end_replacement(folder: Path) -> None:

@@ -12,15 +12,12 @@ from typing import Self
 from torchembed.stores.arguments import check_same_line, check_table
 from torchembed.stores.errors import CorruptStoreError, RowStoreError, StoreInUseError
 from torchembed.stores.folder_lock import FolderLock
-from torchembed.stores.rocksdb.database import (
-    ROWS,
-    SNAPSHOTS,
-    Database,
-)
+from torchembed.stores.rocksdb.database import SNAPSHOTS, Database
 from torchembed.stores.rocksdb.files import point_to_files, sync_to_disk
 from torchembed.stores.rocksdb.opening import import_rocksdict
 from torchembed.stores.rocksdb.options import RocksDBOptions
 from torchembed.stores.rocksdb.table import RocksDBTable
+from torchembed.stores.rocksdb.table_records import ROWS
 
 
 class RocksDBStore:

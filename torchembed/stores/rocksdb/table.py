@@ -12,9 +12,10 @@ from torch import Tensor
 from torchembed.stores.arguments import check_keys, check_lines, check_positive, check_write
 from torchembed.stores.errors import CorruptStoreError
 from torchembed.stores.interface import LineChunk
-from torchembed.stores.rocksdb.database import PREFIX_BYTES, Database, prefix
+from torchembed.stores.rocksdb.database import Database
 from torchembed.stores.rocksdb.faults import faults_named
 from torchembed.stores.rocksdb.opening import import_rocksdict
+from torchembed.stores.rocksdb.table_records import PREFIX_BYTES, prefix
 
 if TYPE_CHECKING:
     import rocksdict

@@ -59,7 +59,7 @@ class LineStore:
             OSError: if folders cannot be made, read or written.
         """
         if self._scratch is None:
-            from torchembed.stores.rocksdb.database import import_rocksdict
+            from torchembed.stores.rocksdb.opening import import_rocksdict
 
             import_rocksdict()
             self._scratch = scratch_folder(self._path)

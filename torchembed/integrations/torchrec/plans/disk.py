@@ -22,7 +22,7 @@ from torchembed.integrations.torchrec.plans.host_memory import (
 )
 from torchembed.integrations.torchrec.plans.table_configs import table_configs
 from torchembed.modules.configs import initializer_of
-from torchembed.stores.rocksdb.database import import_rocksdict
+from torchembed.stores.rocksdb.opening import import_rocksdict
 from torchembed.tables import Initializer, Uniform, is_function_of_id
 
 ON_DISK = EmbeddingComputeKernel.KEY_VALUE.value
