@@ -1,5 +1,7 @@
 """A server, from the trained model to answers over its protocols."""
 
+import json
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,14 @@ def test_a_trained_model_is_deployed_served_and_replaced(tmp_path: Path) -> None
         found, version = asked(http, tritonclient.http, request)
         np.testing.assert_allclose(found, expected(second, examples), atol=2e-6)
         assert version == "2"
+        wanted = json.dumps({"parameters": {"roll_back": True}}).encode()
+        load = f"http://{server.http}/v2/repository/models/m/load"
+        assert urllib.request.urlopen(load, wanted).status == 200
+        assert asked(http, tritonclient.http, request)[1] == "1"
+        for number in ("2", "1", "2"):
+            policy = {"version_policy": {"specific": {"versions": [int(number)]}}}
+            grpc.load_model("m", config=json.dumps(policy))
+            assert asked(http, tritonclient.http, request)[1] == number
         http.unload_model("m")
         with pytest.raises(Exception, match="model m is not loaded: unloaded"):
             asked(http, tritonclient.http, request)

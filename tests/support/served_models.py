@@ -246,13 +246,25 @@ class MemoryDirectory:
                 entries.append(IndexEntry(name, "", ModelState.UNAVAILABLE, reason))
         return entries
 
-    def load(self, name: str) -> None:
+    def load(self, name: str, version: str | None = None) -> None:
         if name in self.broken:
             raise ValueError(self.broken[name])
         if name not in self.folder:
             raise UnknownModelError(f"there is no model {name!r}")
-        newest = self.folder[name][-1]
-        self.loaded.setdefault(name, {})[newest.form.version] = newest
+        found = {model.form.version: model for model in self.folder[name]}
+        version = version or list(found)[-1]
+        if version not in found:
+            raise UnknownModelError(f"model {name!r} has no version {version!r}")
+        versions = self.loaded.setdefault(name, {})
+        versions.pop(version, None)
+        versions[version] = found[version]
+
+    def roll_back(self, name: str) -> str:
+        versions = self.loaded.get(name, {})
+        if len(versions) < 2:
+            raise ValueError(f"model {name!r} has answered by nothing before")
+        versions.popitem()
+        return list(versions)[-1]
 
     def unload(self, name: str) -> None:
         if name not in self.folder:

@@ -129,13 +129,22 @@ class ModelDirectory(Protocol):
         """All models in the folder, loaded or not."""
         ...
 
-    def load(self, name: str) -> None:
-        """Load the newest version of a model beside the current one, and answer by it from then on;
-        returns when it answers.
+    def load(self, name: str, version: str | None = None) -> None:
+        """Load a version of a model beside the current one, by default the newest, and answer by it
+        from then on; returns when it answers.
 
         Raises:
-            UnknownModelError: where the folder has no such model.
+            UnknownModelError: where the folder has no such model or version.
             ValueError: where it cannot be loaded; the current version goes on.
+        """
+        ...
+
+    def roll_back(self, name: str) -> str:
+        """Answer for a model as before its last change; returns the version that answers then.
+
+        Raises:
+            UnknownModelError: where there is no such model.
+            ValueError: where there is nothing to roll back to.
         """
         ...
 

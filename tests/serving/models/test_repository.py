@@ -92,6 +92,31 @@ def test_the_newest_version_answers_and_the_one_before_comes_back(
         assert stamps(repository) == ("2", [2.0], [2.0])
 
 
+def test_a_version_is_loaded_by_name(tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        deploy_stamped(tmp_path, version)
+    with MemoryStore() as store:
+        with ModelRepository(tmp_path, options_over(store, rows_by_version=True)) as repository:
+            repository.load("m", "2")
+            assert stamps(repository) == ("2", [2.0], [2.0])
+            repository.load("m", "1")
+            assert stamps(repository) == ("1", [1.0], [1.0])
+            assert repository.versions("m") == ["1", "2"]
+            assert repository.roll_back("m") == "2"
+            for version in ("4", "0", "x"):
+                with pytest.raises(UnknownModelError, match=f"version of model m must.*{version}"):
+                    repository.load("m", version)
+            assert stamps(repository) == ("2", [2.0], [2.0])
+            repository.load("m")
+            assert stamps(repository) == ("3", [3.0], [3.0])
+        named = options_over(store, rows_by_version=True, versions=(1, 3))
+        with ModelRepository(tmp_path, named) as repository:
+            with pytest.raises(UnknownModelError, match=r"to be served, \[1, 3\], got 2"):
+                repository.load("m", "2")
+            repository.load("m", "1")
+            assert repository.versions("m") == ["1"]
+
+
 def test_rows_of_versions_are_let_go_of_with_them(tmp_path: Path) -> None:
     for version in (1, 2, 3):
         deploy_stamped(tmp_path, version)

@@ -1,11 +1,16 @@
 """Both servers, asked by ``tritonclient`` what any server of the protocol is asked."""
 
+import json
+import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
+from tritonclient.grpc import service_pb2
 
 from tests.support.inference_cases import CASES, Client, Subject, case_name
 from tests.support.served_models import (
@@ -120,3 +125,94 @@ def test_models_come_and_go(client: Client, directory: MemoryDirectory) -> None:
     entry = next(entry for entry in entries if entry["name"] == "late")
     assert entry["state"] == "UNAVAILABLE"
     assert entry["reason"] == "unloaded"
+
+
+def test_a_version_is_loaded_by_name(client: Client, directory: MemoryDirectory) -> None:
+    connection = client.connection
+    directory.folder["named"] = [EchoModel("named", "1"), EchoModel("named", "2")]
+    connection.load_model("named")
+    assert _answering(client, "named") == "2"
+    policy = {"version_policy": {"specific": {"versions": [1]}}}
+    connection.load_model("named", config=json.dumps(policy))
+    assert _answering(client, "named") == "1"
+    policy["version_policy"]["specific"]["versions"] = [7]
+    with pytest.raises(Exception, match="model 'named' has no version '7'"):
+        connection.load_model("named", config=json.dumps(policy))
+    assert _answering(client, "named") == "1"
+
+
+def test_a_model_is_rolled_back(client: Client, directory: MemoryDirectory) -> None:
+    directory.folder["back"] = [EchoModel("back", "1")]
+    directory.loaded.pop("back", None)
+    client.connection.load_model("back")
+    directory.folder["back"].append(EchoModel("back", "2"))
+    assert _load(client, "back", {"roll_back": False}) == (True, "")
+    assert _answering(client, "back") == "2"
+    assert _load(client, "back", {"roll_back": True}) == (True, "")
+    assert _answering(client, "back") == "1"
+    is_done, error = _load(client, "back", {"roll_back": True})
+    assert not is_done
+    assert "'back' cannot be rolled back: model 'back' has answered by nothing before" in error
+
+
+@pytest.mark.parametrize(
+    ("parameters", "error"),
+    [
+        ({"roll_back": "yes"}, "roll_back must be true or false, got 'yes'"),
+        ({"roll_back": True, "config": "{}"}, "must have one of roll_back and config, got both"),
+        ({"version": 1}, "load takes roll_back and config alone, got version; for all else change"),
+        ({"config": 1}, "config must be a string that holds a JSON object, got 1"),
+        ({"config": "[1]"}, r"config must be a string that holds a JSON object, got '\[1\]'"),
+        ({"config": "{"}, "config must be a string that holds a JSON object, got '{'"),
+        ({"config": "[" * 100_000}, r"holds a JSON object, got '\[{196}\.\.\."),
+        (
+            {"config": '{"max_batch_size": 8, "backend": "x"}'},
+            "config of load takes version_policy alone, got backend, max_batch_size; for all else",
+        ),
+        (
+            {"config": '{"version_policy": {"latest": {"num_versions": 2}}}'},
+            'must name one version: {"version_policy": .* for the newest leave config out',
+        ),
+        (
+            {"config": '{"version_policy": {"specific": {"versions": [1, 2]}}}'},
+            "config must name one version",
+        ),
+        (
+            {"config": '{"version_policy": {"specific": {"versions": [true]}}}'},
+            "config must name one version",
+        ),
+    ],
+)
+def test_parameters_of_a_load_that_cannot_be(
+    client: Client, parameters: dict[str, Any], error: str
+) -> None:
+    is_done, found = _load(client, "echo", parameters)
+    assert not is_done
+    assert re.search(error, found), found
+
+
+def _answering(client: Client, model: str) -> str:
+    array = np.zeros((1, 2), np.float32)
+    response = client.connection.infer(model, client.tensors({"fp32": array})).get_response()
+    return response["model_version"] if client.is_http else response.model_version
+
+
+def _load(client: Client, model: str, parameters: dict[str, Any]) -> tuple[bool, str]:
+    """Load with parameters, which tritonclient's own call does not send; returns whether that was
+    done, and the error."""
+    if client.is_http:
+        reply = client.connection._post(
+            f"v2/repository/models/{model}/load", json.dumps({"parameters": parameters}), None, None
+        )
+        body = reply.read()
+        return reply.status_code == 200, json.loads(body)["error"] if body else ""
+    messages: Any = service_pb2  # made as it is imported
+    request = messages.RepositoryModelLoadRequest(model_name=model)
+    kinds = {bool: "bool_param", int: "int64_param", str: "string_param"}
+    for name, value in parameters.items():
+        setattr(request.parameters[name], kinds[type(value)], value)
+    try:
+        client.connection._client_stub.RepositoryModelLoad(request)
+    except grpc.RpcError as error:
+        return False, str(error.details())
+    return True, ""

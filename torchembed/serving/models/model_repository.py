@@ -118,11 +118,13 @@ class ModelRepository:
                 entries.append(IndexEntry(name, "", versions.state, versions.reason))
         return entries
 
-    def load(self, name: str) -> None:
-        """Load the newest version of a model beside the current one, and return when it answers.
+    def load(self, name: str, version: str | None = None) -> None:
+        """Load a version of a model beside the current one, by default the newest, and answer by it
+        from then on; returns when it answers.
 
         Raises:
-            UnknownModelError: if the folder has no such model, or it is not to be served.
+            UnknownModelError: if the folder has no such model or version, or it is not to be
+                served.
             ValueError: if it cannot be loaded; the current version goes on answering.
         """
         options = self._options_of(name)
@@ -132,10 +134,18 @@ class ModelRepository:
                 f"model must be one that {self.folder} has a version of and that is to be served, "
                 f"got {name!r}"
             )
+        wanted = sorted(options.versions) or found[-options.num_latest_versions :]
+        if version is not None:
+            of_folder = [n for n in found if n in options.versions or not options.versions]
+            if _number(name, version) not in of_folder:
+                raise UnknownModelError(
+                    f"version of model {name} must be one that {self.folder} has and that is to be "
+                    f"served, {of_folder}, got {version}"
+                )
+            wanted = [int(version)]
         with self._lock:
             versions = self._models.setdefault(name, ModelVersions(name))
         with versions.changing:
-            wanted = sorted(options.versions) or found[-options.num_latest_versions :]
             loaded = {lease.number: lease for lease in versions.leases()}
             versions.state, versions.reason = ModelState.LOADING, ""
             try:

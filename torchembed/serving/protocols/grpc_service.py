@@ -232,9 +232,13 @@ class GrpcService:
             )
 
     def _repository(
-        self, change: Callable[[ModelDirectory, str, set[str]], None], request: Any
+        self, change: Callable[[ModelDirectory, str, dict[str, Any]], None], request: Any
     ) -> bytes:
-        change(self._directory, request.model_name, set(request.parameters))
+        parameters = {
+            name: next((value for _, value in parameter.ListFields()), None)
+            for name, parameter in request.parameters.items()
+        }
+        change(self._directory, request.model_name, parameters)
         return b""
 
 

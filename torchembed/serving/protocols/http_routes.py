@@ -188,7 +188,7 @@ class HttpRoutes:
         return await self._repository(call, repository.unload)
 
     async def _repository(
-        self, call: Call, change: Callable[[ModelDirectory, str, set[str]], None]
+        self, call: Call, change: Callable[[ModelDirectory, str, dict[str, Any]], None]
     ) -> Reply:
         request = json_object(memoryview(await call.body()), self._options.limits)
         parameters = request.get("parameters") or {}
@@ -199,7 +199,7 @@ class HttpRoutes:
             change,
             self._directory,
             call.scope["path_params"]["model"],
-            set(parameters),
+            parameters,
         )
         return Reply(200, b"")
 
