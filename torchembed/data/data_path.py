@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
+from torchembed.core.urls import is_url
+
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
     from upath import UPath
@@ -13,7 +15,6 @@ DataPath: TypeAlias = Union[Path, "UPath"]
 """A local path, or one of a URL, which has the same methods."""
 
 _LOCAL = re.compile(r"(?:file|local)://")
-_URL_AS_PATH = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
 
 def data_path(path: DataPath | str) -> DataPath:
@@ -30,17 +31,11 @@ def data_path(path: DataPath | str) -> DataPath:
         ValueError: for a URL of a protocol that fsspec does not know, or one that was made a
             ``Path``, which takes a slash of it.
     """
-    if isinstance(path, Path):
-        if _URL_AS_PATH.match(str(path)):
-            raise ValueError(
-                f"path must be a string where it is a URL, got {path!r}, which has lost a slash"
-            )
-        return path
+    if not is_url(path):
+        return path if isinstance(path, Path) else Path(str(path))
     text = str(path)
     if local := _LOCAL.match(text):
         return Path(text[local.end() :])
-    if "://" not in text:
-        return Path(text)
     try:
         from upath import UPath
     except ImportError as error:

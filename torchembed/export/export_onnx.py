@@ -1,6 +1,5 @@
 """``export_onnx``: a model, with or without its tables, as an ONNX file."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torchembed.core.ranks.collective_errors import decide_on_first_rank
 from torchembed.export.missing_modules import check_installed
 from torchembed.export.onnx_answers import check_answers, open_session
 from torchembed.export.onnx_model import to_onnx
+from torchembed.export.target import Target
 from torchembed.export.traced_model import TracedModel, trace_model
 from torchembed.modules.dense_part.source_lines import SourceLines
 
@@ -46,7 +46,7 @@ def export_onnx(
 
     Args:
         examples: arguments of ``forward``: a tuple for several; of at least 2 samples.
-        path: of the file, which must not be there yet.
+        path: of the file, or its URL, which fsspec knows. It must not be there yet.
         with_tables: False for the dense part alone, for servers with tables of their own: then
             ``<feature>.vectors`` is an input, ``[B, D]`` pooled, or the vector of each id. Where
             several tables look a feature up, it is ``<feature>.<table>.vectors``.
@@ -60,18 +60,18 @@ def export_onnx(
         DeployError: where the model cannot be exported, or onnxruntime lacks an operator or answers
             otherwise. The message says why, and names the line of the model where one is known.
         FileExistsError: where ``path`` is there.
-        ImportError: where onnx, onnxscript or onnxruntime is not installed.
+        ImportError: where onnx, onnxscript or onnxruntime is not installed, or what a URL needs.
         OSError: where writing fails.
+        ValueError: for a URL that fsspec does not know.
     """
-    target, what = Path(path), f"export the model to {path}"
+    what = f"export the model to {path}"
 
     def begin() -> None:
         check_installed("export_onnx")
         if max_file_bytes < 1:
             raise ValueError(f"max_file_bytes must be positive, got {max_file_bytes}")
-        for file in (target, _data_file(target)):
-            if file.exists():
-                raise FileExistsError(f"path must not be there yet, and {file} is; remove it")
+        target = Target(path)
+        target.check_is_free(_data_file(target))
 
     decide_on_first_rank(begin, what)
     traced = trace_model(
@@ -86,16 +86,16 @@ def export_onnx(
 
     def write() -> None:
         assert traced is not None
-        _write(traced, target, max_file_bytes, check=check)
+        _write(traced, Target(path), max_file_bytes, check=check)
 
     decide_on_first_rank(write, what)
 
 
-def _data_file(target: Path) -> Path:
-    return target.with_name(f"{target.name}.data")
+def _data_file(target: Target) -> str:
+    return f"{target.name}.data"
 
 
-def _write(traced: TracedModel, target: Path, max_file_bytes: int, *, check: bool) -> None:
+def _write(traced: TracedModel, target: Target, max_file_bytes: int, *, check: bool) -> None:
     import onnx_ir
 
     lines = SourceLines(traced.parts.model)
@@ -110,20 +110,12 @@ def _write(traced: TracedModel, target: Path, max_file_bytes: int, *, check: boo
         node.metadata_props.clear()
     num_bytes = sum(parameter.nbytes for parameter in traced.graph.parameters())
     # In a folder of its own first, since the file names the one beside it.
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with target.folder_to_fill() as folder:
         onnx_ir.save(
             onnx_model,
-            partial / target.name,
-            external_data=_data_file(target).name if num_bytes > max_file_bytes else None,
+            folder / target.name,
+            external_data=_data_file(target) if num_bytes > max_file_bytes else None,
             size_threshold_bytes=_SMALL_BYTES,
         )
         if check:
-            check_answers(open_session(partial / target.name, line_of_node), traced)
-        # The weights first: once the file that names them is there, all is.
-        for written in sorted(partial.iterdir(), key=lambda file: file.name == target.name):
-            written.replace(target.with_name(written.name))
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            check_answers(open_session(folder / target.name, line_of_node), traced)

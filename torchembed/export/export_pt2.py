@@ -1,7 +1,6 @@
 """``export_pt2``: a model, with or without its tables, as a package of AOTInductor."""
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from torchembed.core.ranks.collective_errors import decide_on_first_rank
 from torchembed.export.pt2_model import SIGNATURE, signature_of
+from torchembed.export.target import Target
 from torchembed.export.torch_warnings import without_warnings_of_copies
 from torchembed.export.traced_model import TracedModel, trace_model
 from torchembed.modules.dense_part.errors import DeployError
@@ -38,21 +38,21 @@ def export_pt2(
     generation of the one that it was compiled on. Otherwise as :func:`export_onnx`.
 
     Args:
-        path: ends with ``.pt2``, and must not be there yet.
+        path: of the file, or its URL, which fsspec knows. It ends with ``.pt2``, and must not be
+            there yet.
         device: where the package runs.
 
     Raises:
         DeployError: where the model cannot be exported or compiled; the message says why.
         FileExistsError: where ``path`` is there.
-        ValueError: for a path that does not end with ``.pt2``.
+        ValueError: for a path that does not end with ``.pt2``, and a URL that fsspec does not know.
     """
-    target, what = Path(path), f"export the model to {path}"
+    what = f"export the model to {path}"
 
     def begin() -> None:
-        if target.suffix != ".pt2":
-            raise ValueError(f"path must end with .pt2, got {target}")
-        if target.exists():
-            raise FileExistsError(f"path must not be there yet, and {target} is; remove it")
+        if not str(path).endswith(".pt2"):
+            raise ValueError(f"path must end with .pt2, got {path}")
+        Target(path).check_is_free()
 
     decide_on_first_rank(begin, what)
     traced = trace_model(
@@ -67,29 +67,26 @@ def export_pt2(
 
     def write() -> None:
         assert traced is not None
-        _write(traced, target)
+        _write(traced, Target(path))
 
     decide_on_first_rank(write, what)
 
 
-def _write(traced: TracedModel, target: Path) -> None:
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+def _write(traced: TracedModel, target: Target) -> None:
     configs = {
         # Else constants of one element are compiled into the code, and cannot be replaced.
         "aot_inductor.use_runtime_constant_folding": True,
         "aot_inductor.metadata": {SIGNATURE: json.dumps(signature_of(traced))},
     }
-    try:
-        with without_warnings_of_copies():
-            torch._inductor.aoti_compile_and_package(
-                traced.program, package_path=str(partial / target.name), inductor_configs=configs
-            )
-        (partial / target.name).replace(target)
-    except Exception as error:
-        raise DeployError(
-            f"model must be one that AOTInductor compiles, and is not: {error}"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with target.folder_to_fill() as folder:
+        try:
+            with without_warnings_of_copies():
+                torch._inductor.aoti_compile_and_package(
+                    traced.program,
+                    package_path=str(folder / target.name),
+                    inductor_configs=configs,
+                )
+        except Exception as error:
+            raise DeployError(
+                f"model must be one that AOTInductor compiles, and is not: {error}"
+            ) from error

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchembed.core.urls import is_url
 from torchembed.export.graph_inputs import GraphInput
 from torchembed.export.traced_model import TracedModel
 
@@ -44,8 +45,12 @@ class Pt2Model:
         """
         Raises:
             FileNotFoundError: where there is no file.
-            ValueError: where it is no package of ``export_pt2``.
+            ValueError: where it is no package of ``export_pt2``, or behind a URL.
         """
+        if is_url(path):
+            raise ValueError(
+                f"path must be a local file, got {path}; copy the package to this machine"
+            )
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(

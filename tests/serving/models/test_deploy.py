@@ -40,6 +40,26 @@ def test_a_version_is_never_overwritten(tmp_path: Path) -> None:
         deploy(case.model, tmp_path, name="m", version=1, examples=case.examples(4))
 
 
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("s3://bucket/models", "folder must be a local folder, got s3://bucket/models; deploy to"),
+        (
+            Path("s3://bucket/models"),
+            "path must be a string where it is a URL, got .* lost a slash",
+        ),
+    ],
+)
+def test_urls_are_refused(
+    folder: str | Path, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    case = _dlrm()
+    with pytest.raises(ValueError, match=message):
+        deploy(case.model, folder, name="m", version=1, examples=case.examples(4))
+    assert list(tmp_path.iterdir()) == []
+
+
 class _Computes(nn.Module):
     def __init__(self) -> None:
         super().__init__()

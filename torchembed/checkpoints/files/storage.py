@@ -10,6 +10,8 @@ from typing import IO, Any, NamedTuple
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
+from torchembed.core.urls import is_url
+
 CHUNK_BYTES = 1 << 24
 """Size of the reads from which a checksum is computed."""
 
@@ -125,6 +127,10 @@ class Storage(FileSystemBase):
         self._fs.invalidate_cache()
         self._fs.get(path.rstrip("/") + "/", target, recursive=True)
 
+    def upload(self, source: Path, path: str) -> None:
+        """Copy a local file to ``path``; object stores show only whole copies."""
+        self._fs.put_file(str(source), path)
+
     def remove(self, path: str) -> None:
         """Remove a file, or a folder with all its content, if it exists."""
         self._fs.invalidate_cache()
@@ -180,7 +186,7 @@ class Storage(FileSystemBase):
 def _open_filesystem(url: str | Path) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
-    if isinstance(url, Path) or "://" not in url:
+    if not is_url(url):
         url = str(Path(url).absolute())
     try:
         return url_to_fs(url)

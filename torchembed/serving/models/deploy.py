@@ -14,6 +14,7 @@ from torchembed.checkpoints import RowSource, export_rows, model_rows
 from torchembed.checkpoints.files.storage import Storage
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
+from torchembed.core.urls import is_url
 from torchembed.modules.dense_part.errors import DeployError
 from torchembed.modules.dense_part.recording import Recording
 from torchembed.modules.dense_part.table_modules import TableSource
@@ -54,7 +55,7 @@ def deploy(
     model is not changed.
 
     Args:
-        folder: the folder of all models; the version is ``<folder>/<name>/<version>``.
+        folder: the local folder of all models; the version is ``<folder>/<name>/<version>``.
         version: a positive integer that the model does not have there yet.
         examples: the arguments of ``forward``, a tuple if there are several, with at least 2
             samples. Dense inputs have a row for each sample. Ids are sparse features, or tensors
@@ -79,10 +80,12 @@ def deploy(
 
     Raises:
         DeployError: if the model cannot be served; the message says why.
+        ValueError: if ``folder`` is a URL.
         FileExistsError: if the version exists.
         OSError: if writing fails.
     """
     what = f"deploy version {version} of {name}"
+    raise_on_all_ranks(lambda: _check_folder(folder), what)
     target = version_folder(folder, name, version)
     partial = target.with_name(f".{target.name}.partial")
     raise_on_all_ranks(lambda: _check_name(name, version), what)
@@ -187,6 +190,13 @@ def _export_table(
 
     export_rows(counted(), folder / TABLES_FOLDER / source.name)
     return sum(ranks.gather_objects(counts[0]))
+
+
+def _check_folder(folder: str | Path) -> None:
+    if is_url(folder):
+        raise ValueError(
+            f"folder must be a local folder, got {folder}; deploy to one and copy it there"
+        )
 
 
 def _check_name(name: str, version: int) -> None:
