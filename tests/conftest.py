@@ -14,7 +14,8 @@ import hypothesis
 import pytest
 import torch
 
-from tests.support import interpreter, lanes, skipped_redis
+from tests.support import interpreter, lanes
+from tests.support.required_servers import required_servers
 from tests.support.sizes import Sizes
 from torchembed import _native
 
@@ -38,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda needs a GPU that torch can use, and finds none")
     lanes.required_lane()
+    required_servers()
     interpreter.leave_out_what_changes_nothing()
 
 
@@ -69,21 +71,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --device cuda"))
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None:  # one of several processes
-        return
-    names = {
-        outcome: [report.nodeid for report in reporter.stats.get(outcome, [])]
-        for outcome in ("passed", "skipped")
-    }
-    if exitstatus == pytest.ExitCode.OK and skipped_redis.were_all_skipped(**names):
-        reporter.write_line(
-            "redis-server is installed, and yet all tests of Redis were skipped", red=True
-        )
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

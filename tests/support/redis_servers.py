@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-import pytest
 import redis
+
+from tests.support.required_servers import without_server
 
 LIMIT_SECONDS = 60.0
 
@@ -121,10 +122,10 @@ def wait_until(is_so: Callable[[], bool], say: Callable[[], str] | None = None) 
 
 
 def needs_redis() -> None:
-    """Skip the test where there is no Redis."""
+    """Skip the test where there is no Redis, or fail it where Redis is required."""
     for program in ("redis-server", "redis-cli"):
         if shutil.which(program) is None:
-            pytest.skip(f"needs {program}: apt-get install redis-server")
+            without_server("redis", f"needs {program}: apt-get install redis-server")
 
 
 def _is_whole(servers: list[RedisServer]) -> Iterator[bool]:

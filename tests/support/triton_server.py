@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import pytest
+from tests.support.required_servers import without_server
 
 _WHEEL = "nvidia-pytriton==0.7.0"
 _INSTALL_LIMIT_SECONDS = 120.0
@@ -104,19 +104,19 @@ class TritonServer:
 
 
 def require_triton() -> None:
-    """Skip the test where the server cannot be had, and say why."""
+    """Skip the test where the server cannot be had, or fail it where the server is required."""
     reason = _reason_without_triton()
     if reason is not None:
-        pytest.skip(reason)
+        without_server("triton", f"needs NVIDIA's Triton server: {reason}")
 
 
 @cache
 def _reason_without_triton() -> str | None:
     if sys.platform != "linux":
-        return "NVIDIA's Triton server is for Linux"
+        return "it is for Linux"
     library = Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME"))
     if not library.is_file() or ".so" not in library.name:
-        return f"Triton's Python backend needs Python's shared library, and {library} is none"
+        return f"its Python backend needs Python's shared library, and {library} is none"
     try:
         site = _installed_wheel()
     except (subprocess.SubprocessError, OSError) as error:
