@@ -1,6 +1,7 @@
 """Messages of updates: what is read is what was written, and what cannot be read says why."""
 
 import dataclasses
+import logging
 import random
 import struct
 from collections import Counter
@@ -31,6 +32,8 @@ from torchembed.streams.messages import (
 from torchembed.streams.received_messages import Received, ReceivedMessages
 from torchembed.streams.source_options import SourceOptions, SourceStatistics
 from torchembed.streams.updates import ROW_DTYPES
+
+_LOG = logging.getLogger(__name__)
 
 # Offsets of fields in the header, behind magic and checksum.
 FORMAT, KIND, DTYPE, WIDTH, COUNT = 8, 10, 11, 12, 16
@@ -228,3 +231,5 @@ def test_messages_that_went_wrong_never_crash() -> None:
         MessageFault.WIDTH,
         MessageFault.INCOMPLETE,
     } <= set(faults)
+    dropped = {fault.value: count for fault, count in statistics.num_dropped.most_common()}
+    _LOG.info("%d messages: %d read, dropped %s", NUM_FUZZED, num_read, dropped)

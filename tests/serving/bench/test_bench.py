@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.serving import swaps
 from bench.serving.servers import main as compare_servers
 from tests.support.server_processes import running_server
 from tests.zoo.served_models import MODELS
@@ -133,3 +134,34 @@ def test_a_server_and_a_model_without_one_are_measured(
     with pytest.raises(SystemExit):
         compare_servers(["--servers", "127.0.0.1:8000", "--model", "m"])
     assert "--servers must be NAME=HOST:PORT, got '127.0.0.1:8000'" in capsys.readouterr().err
+
+
+def test_a_server_is_measured_while_dense_parts_and_versions_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    setting = swaps.Setting(
+        num_tables=2,
+        num_rows=100,
+        dim=4,
+        dense_layers=(8,),
+        over_layers=(8,),
+        batch_size=2,
+        num_clients=2,
+        rate=20.0,
+        seconds=0.5,
+        swap_interval_seconds=0.05,
+        load_interval_seconds=0.4,
+        rounds=1,
+    )
+    assert swaps.main(setting) == 0
+    first, header, *rows = capsys.readouterr().out.splitlines()
+    # Layers of 13 to 8, 8 to 4, 4 and three products to 8, and 8 to 1, each with a bias.
+    num_weights = 14 * 8 + 9 * 4 + 8 * 8 + 9
+    assert first.startswith(f"{4 * num_weights} bytes of weights, {4 * 2 * 100 * 4} of rows; ")
+    assert header.split()[:2] == ["changes", "number"]
+    found = {row.split()[0]: row.split()[1:] for row in rows}
+    assert list(found) == ["nothing", "swaps", "versions"]
+    for name, (number, _, requests, failed, p50, p99, *_) in found.items():
+        assert (requests, failed) == ("10", "0") and 0 < float(p50) <= float(p99)
+        assert (int(number) > 0) == (name != "nothing")
+    assert found["nothing"][6:] == ["1.00", "1.00-1.00"]

@@ -1,5 +1,6 @@
 """Messages that went wrong, from a broker to lookups: all are counted, and updates go on."""
 
+import logging
 import random
 import time
 
@@ -11,6 +12,8 @@ from tests.support.fuzzed_messages import NUM_FUZZED, fuzzed, messages_by_topic
 from tests.support.kafka_brokers import running_brokers
 from torchembed.serving.updates import ApplierOptions, UpdateApplier
 from torchembed.streams import SourceOptions, UpdatePublisher, UpdateSource
+
+_LOG = logging.getLogger(__name__)
 
 LIMIT_SECONDS = 600.0
 NUM_SENT = NUM_FUZZED // 5
@@ -60,3 +63,5 @@ def test_updates_go_on_behind_messages_that_went_wrong() -> None:
             assert received.num_dropped.total() > NUM_SENT / 2
             assert applied.num_updates > 1 and sum(applied.num_dropped.values()) > 1
             assert applied.num_retries == 0
+            _LOG.info("%s", received)
+            _LOG.info("%s", applied)
