@@ -12,6 +12,7 @@ from torchembed.checkpoints.rows.managed_collision_rows import managed_collision
 from torchembed.checkpoints.rows.model_rows import load_rows, model_rows
 from torchembed.checkpoints.rows.row_folder import export_rows, open_rows
 from torchembed.checkpoints.rows.row_source import RowSource
+from torchembed.checkpoints.rows.safetensors_rows import open_safetensors_rows
 from torchembed.checkpoints.rows.sok_rows import open_sok_rows
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "open_dynamicemb_rows",
     "open_hugectr_rows",
     "open_rows",
+    "open_safetensors_rows",
     "open_sok_rows",
 ]

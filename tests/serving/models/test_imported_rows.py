@@ -5,11 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import torchembed
 from tests.support.served_lookups import options_over
-from torchembed.checkpoints import RowSource, export_rows, open_hugectr_rows, open_rows
+from torchembed.checkpoints import (
+    RowSource,
+    export_rows,
+    open_hugectr_rows,
+    open_rows,
+    open_safetensors_rows,
+)
 from torchembed.serving.models import DeployError, ModelRepository, deploy
 from torchembed.stores import MemoryStore
 from torchembed.tables import RowChunk
@@ -37,7 +44,15 @@ def of_an_export(folder: Path) -> RowSource:
     return open_rows(folder)
 
 
-@pytest.mark.parametrize("source", [of_hugectr, of_an_export])
+def of_safetensors(folder: Path) -> RowSource:
+    folder.mkdir()
+    file = folder / "model.safetensors"
+    tensors = {"item.weight": torch.from_numpy(ROWS), "item.ids": torch.from_numpy(KEYS)}
+    save_file(tensors, file)
+    return open_safetensors_rows(file, "item.weight", keys="item.ids")
+
+
+@pytest.mark.parametrize("source", [of_hugectr, of_an_export, of_safetensors])
 def test_they_are_served_in_place_of_the_models(source: object, tmp_path: Path) -> None:
     assert callable(source)
     models, rows = tmp_path / "models", source(tmp_path / "rows")

@@ -66,7 +66,8 @@ def deploy(
         output_names: a name for each tensor of the result, or for each column of a single tensor;
             a name None leaves the tensor out, such as a loss. None takes the result's own names.
         tables: rows to write in place of the model's own, by the name of the table, as
-            :func:`~torchembed.checkpoints.open_rows` and ``open_hugectr_rows`` give them.
+            :func:`~torchembed.checkpoints.open_rows`, ``open_hugectr_rows`` and
+            ``open_safetensors_rows`` give them.
         store_names: a common name for each table that several models share.
         defaults: the number that ids without a row are looked up as, in all columns, by the name of
             the table. Needed if the model looks them up as something other than one number.
