@@ -37,14 +37,18 @@ FLOPS_PER_SAMPLE = 96.2e6
 """FLOPs of the dense part, forward and backward."""
 
 
-def table_sizes(max_rows: int | None) -> tuple[int, ...]:
-    """Rows of each table, at most ``max_rows``."""
-    return tuple(min(size, max_rows or size) for size in MLPERF_TABLE_SIZES)
+def table_sizes(max_rows: int | None, row_factor: int = 1) -> tuple[int, ...]:
+    """Rows of each table, ``row_factor`` times MLPerf's and at most ``max_rows``."""
+    return tuple(
+        min(row_factor * size, max_rows or row_factor * size) for size in MLPERF_TABLE_SIZES
+    )
 
 
-def table_configs(max_rows: int | None, dynamic: Dynamic | None = None) -> list[EmbeddingBagConfig]:
+def table_configs(
+    max_rows: int | None, dynamic: Dynamic | None = None, row_factor: int = 1
+) -> list[EmbeddingBagConfig]:
     """One table for each feature, its rows and initial values; ``dynamic`` tables have room for as
-    many ids, and ids the same initial values."""
+    many ids, and ids the same initial values. Rows are those of :func:`table_sizes`."""
     return [
         EmbeddingBagConfig(
             name=key,
@@ -53,7 +57,7 @@ def table_configs(max_rows: int | None, dynamic: Dynamic | None = None) -> list[
             feature_names=(key,),
             dynamic=dynamic,
         )
-        for key, size in zip(KEYS, table_sizes(max_rows), strict=True)
+        for key, size in zip(KEYS, table_sizes(max_rows, row_factor), strict=True)
     ]
 
 
@@ -91,11 +95,14 @@ def dense_parameters(model: nn.Module) -> list[Tensor]:
     return [p for part in parts for name, p in parameters.items() if name.startswith(part)]
 
 
-def distinct_ids(ids: str, batch_size: int, max_rows: int | None) -> dict[str, float]:
-    """Different ids of each feature in a batch of :func:`make_batch`, expected."""
+def distinct_ids(
+    ids: str, batch_size: int, max_rows: int | None, row_factor: int = 1
+) -> dict[str, float]:
+    """Different ids of each feature in a batch of :func:`make_batch`, expected, where tables have
+    the rows of :func:`table_sizes`."""
     return {
         key: expected_distinct(size, [(count * batch_size, EXPONENTS[ids])])
-        for key, size, count in zip(KEYS, table_sizes(max_rows), HOTNESS, strict=True)
+        for key, size, count in zip(KEYS, table_sizes(max_rows, row_factor), HOTNESS, strict=True)
     }
 
 

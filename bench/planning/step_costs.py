@@ -23,13 +23,18 @@ NO_BOUND = 1 << 60
 
 
 def make_planner(
-    batch_size: int, ids: str, optimizer: str, precision: str, max_rows: int | None
+    batch_size: int,
+    ids: str,
+    optimizer: str,
+    precision: str,
+    max_rows: int | None,
+    row_factor: int = 1,
 ) -> Planner:
-    """For the settings of a row of ``bench.step.train_step``."""
+    """For a row of ``bench.step.train_step``, with tables ``row_factor`` times as large."""
     return Planner(
         batch_size=batch_size,
         hotness=dict(zip(workload.KEYS, workload.HOTNESS, strict=True)),
-        distinct_ids=workload.distinct_ids(ids, batch_size, max_rows),
+        distinct_ids=workload.distinct_ids(ids, batch_size, max_rows, row_factor),
         optimizer=OF_TABLES[optimizer],
         autocast=torch.bfloat16 if precision == "bf16" else None,
         fixed_hotness=True,

@@ -3,8 +3,11 @@
 ``python -m bench.simulate`` plans the tables for each number of GPUs, computes the time of each
 stage by the planner's costs, and runs the stages on a GPU's multiprocessors and wires
 (:mod:`bench.simulate.schedule`). It prints milliseconds, samples a second, the share of one GPU's
-speed that each keeps, and the stage that is longest; ``--picture`` draws the timelines. ``--fit``
-compares the simulation with the steps that were measured, in ``bench/results``.
+speed that each keeps, the memory that the fullest GPU needs, what limits the step
+(:mod:`bench.simulate.limits`), and the stages that are longest; ``--picture`` draws the timelines.
+``--row-factor``, ``--batch-per-gpu`` and the two bandwidths change the size of tables and batches
+and the rates of links. ``--fit`` compares the simulation with the steps that were measured, in
+``bench/results``.
 
 Costs between nodes are not measured: bytes over nine tenths of one 400 Gb/s adapter a GPU, and for
 each exchange, within nodes and between them, the overhead of each rank that takes part, fitted to 2
@@ -19,11 +22,12 @@ from typing import Literal
 import tyro
 
 from bench.planning.costs import RESULTS, stored_rows
+from bench.simulate.limits import savings
 from bench.simulate.measured import comparisons, fitted
 from bench.simulate.picture import Simulated, draw
 from bench.simulate.schedule import FITTED, run, stage_of
 from bench.simulate.step import Setting, simulated_step
-from torchembed.sharding.planning.topology import GPUS
+from torchembed.sharding.planning.topology import GPUS, Hardware
 
 HARDWARE = {hardware.name: hardware for hardware in GPUS}
 
@@ -39,6 +43,13 @@ class Config:
     ids: Literal["uniform", "zipf"] = "zipf"
     max_rows: int | None = None
     """Tables are cut to this; MLPerf's have 204 M rows in all."""
+    row_factor: int = 1
+    """Rows of each table, as a multiple of MLPerf's."""
+    intra_node_bandwidth: float | None = None
+    """Bytes a second that a GPU sends to its node while it receives as many (NVLink); None for the
+    hardware's."""
+    inter_node_bandwidth: float | None = None
+    """Bytes a second to other nodes, likewise (InfiniBand)."""
     optimizer: Literal["adagrad", "rowwise_adagrad", "sgd"] = "adagrad"
     wire: Literal["fp32", "bf16", "fp8"] = "bf16"
     """Precision of vectors and their gradients between GPUs."""
@@ -48,6 +59,22 @@ class Config:
     """Folder of measured rows."""
     picture: Path | None = None
     """PNG to draw."""
+
+    def __post_init__(self) -> None:
+        for name in ("row_factor", "batch_per_gpu", "intra_node_bandwidth", "inter_node_bandwidth"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+    @property
+    def gpu(self) -> Hardware:
+        """The hardware, with the links that are asked for."""
+        links = {
+            "intra_node_bandwidth": self.intra_node_bandwidth,
+            "inter_node_bandwidth": self.inter_node_bandwidth,
+        }
+        given = {name: rate for name, rate in links.items() if rate is not None}
+        return dataclasses.replace(HARDWARE[self.hardware], **given)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -76,21 +103,25 @@ def print_fit(results: Path) -> None:
 
 def print_steps(config: Config) -> None:
     """Print the step of each number of GPUs, and draw them where a picture is asked for."""
-    print(f"{'GPUs':>5} {'ms':>8} {'M samples/s':>12} {'of one GPU':>11}  longest stages, ms alone")
+    print(
+        f"{'GPUs':>5} {'ms':>8} {'M samples/s':>12} {'of one GPU':>11} {'GiB':>6}  "
+        f"{'limit':15} longest stages, ms alone"
+    )
     steps, of_one = [], 0.0
     for num_gpus in config.gpus:
         setting = Setting(
-            hardware=HARDWARE[config.hardware],
+            hardware=config.gpu,
             num_gpus=num_gpus,
             gpus_per_node=config.gpus_per_node,
             batch_per_gpu=config.batch_per_gpu,
             ids=config.ids,
             max_rows=config.max_rows,
+            row_factor=config.row_factor,
             optimizer=config.optimizer,
             wire=config.wire,
         )
         try:
-            tasks = simulated_step(setting).tasks
+            tasks, report = simulated_step(setting)
         except ValueError as error:
             print(f"{num_gpus:5} {str(error).partition(',')[0]}")
             continue
@@ -103,9 +134,13 @@ def print_steps(config: Config) -> None:
             name = stage_of(task.name)
             stages[name] = stages.get(name, 0.0) + 1e3 * task.seconds
         longest = sorted(stages, key=lambda name: -stages[name])[:3]
+        saved = savings(tasks, FITTED)
+        limit = max(saved, key=lambda each: saved[each])
+        held = max(rank.held_bytes for rank in report.ranks) / 2**30
         print(
             f"{num_gpus:5} {step.milliseconds:8.2f} {samples / 1e6:12.1f} "
-            f"{samples / num_gpus / of_one:11.0%}  "
+            f"{samples / num_gpus / of_one:11.0%} {held:6.1f}  "
+            f"{f'{limit.value} {saved[limit]:.0%}':15} "
             + ", ".join(f"{name} {stages[name]:.2f}" for name in longest)
         )
     if config.picture is not None and steps:

@@ -55,7 +55,12 @@ def comparisons(rows: Iterable[Row]) -> list[Comparison]:
     return [Comparison(s, ms, simulated_step(s).tasks) for s, ms in found.items()]
 
 
+def squares(measured: Sequence[Comparison], sharing: Sharing) -> float:
+    """The sum of the squares of relative errors."""
+    return sum((each.ratio(sharing) - 1) ** 2 for each in measured)
+
+
 def fitted(measured: Sequence[Comparison]) -> Sharing:
-    """The sharing with the least squares of relative errors, by steps of .05."""
+    """The sharing with the least :func:`squares`, by steps of .05."""
     grid = [Sharing(k / 20, w / 20) for k in range(21) for w in range(21)]
-    return min(grid, key=lambda s: sum((each.ratio(s) - 1) ** 2 for each in measured))
+    return min(grid, key=lambda sharing: squares(measured, sharing))

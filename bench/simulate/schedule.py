@@ -28,6 +28,8 @@ class Task(NamedTuple):
     """The time that it takes alone."""
     after: tuple[str, ...] = ()
     """Names of the tasks that it waits for."""
+    met_seconds: float = 0.0
+    """The part of ``seconds`` in which ranks meet, however few bytes they exchange."""
 
 
 class Sharing(NamedTuple):
@@ -37,7 +39,7 @@ class Sharing(NamedTuple):
     wire_shared: float
 
 
-FITTED = Sharing(shared=0.6, wire_shared=0.7)
+FITTED = Sharing(shared=0.6, wire_shared=1.0)
 """The sharing that fits the steps in ``bench/results``: ``python -m bench.simulate --fit``."""
 
 

@@ -10,7 +10,9 @@ from bench.planning.step_costs import make_planner, predicted_ms, wire_precision
 from bench.simulate.schedule import Engine, Task
 from torchembed import plan_embeddings
 from torchembed.sharding import PlanReport, Topology
+from torchembed.sharding.planning.costs import ALL_REDUCE_EXCHANGES
 from torchembed.sharding.planning.topology import Hardware
+from torchembed.sharding.wire import BUCKET_BYTES
 
 SORT_SECONDS, SORT_SECONDS_PER_ID = 30e-6, 0.13e-9
 """Finding the rows and runs of a batch's ids, fixed and for each id that a rank receives: fitted to
@@ -30,6 +32,8 @@ class Setting:
     ids: str = "uniform"
     max_rows: int | None = None
     """Tables are cut to this."""
+    row_factor: int = 1
+    """Rows of each table, as a multiple of MLPerf's."""
     optimizer: str = "adagrad"
     wire: str = "bf16"
 
@@ -64,7 +68,7 @@ def simulated_step(setting: Setting) -> SimulatedStep:
     """
     meta = torch.device("meta")
     model = workload.make_model(
-        workload.table_configs(setting.max_rows),
+        workload.table_configs(setting.max_rows, row_factor=setting.row_factor),
         workload.DENSE_SIZES,
         table_device=meta,
         device=meta,
@@ -73,37 +77,49 @@ def simulated_step(setting: Setting) -> SimulatedStep:
     )
     planner = dataclasses.replace(
         make_planner(
-            setting.batch_per_gpu, setting.ids, setting.optimizer, "bf16", setting.max_rows
+            setting.batch_per_gpu,
+            setting.ids,
+            setting.optimizer,
+            "bf16",
+            setting.max_rows,
+            setting.row_factor,
         ),
         topology=setting.topology,
     )
     report = plan_embeddings(model, planner, wire=wire_precision(setting.wire))
-    return SimulatedStep(_tasks(setting, report), report)
+    gradient_bytes = torch.bfloat16.itemsize * sum(
+        parameter.numel() for parameter in workload.dense_parameters(model)
+    )
+    return SimulatedStep(_tasks(setting, report, gradient_bytes), report)
 
 
-def _tasks(setting: Setting, report: PlanReport) -> list[Task]:
+def _tasks(setting: Setting, report: PlanReport, gradient_bytes: int) -> list[Task]:
     stages = {name: ms * 1e-3 for name, ms in predicted_ms(report).items()}
     ranks = report.ranks
     num_ids = setting.batch_per_gpu * sum(workload.HOTNESS)
     backward = stages["dense backward"] / 2
+    met = report.topology.collective_seconds if setting.num_gpus > 1 else 0.0
+    num_means = -(-gradient_bytes // BUCKET_BYTES) + (ranks[0].all_reduce_seconds > 0)
+    mean_met = num_means * ALL_REDUCE_EXCHANGES * met
+
+    def exchange(name: str, seconds: float, *after: str) -> Task:
+        return Task(name, Engine.WIRES, seconds, after, min(met, seconds))
+
     tasks = [
         Task("lookup", Engine.MULTIPROCESSORS, stages["lookup"]),
         # Those of the next batch, which nothing in the step waits for.
-        Task("ids out", Engine.WIRES, max(rank.ids_seconds for rank in ranks)),
+        exchange("ids out", max(rank.ids_seconds for rank in ranks)),
         Task(
             "find runs",
             Engine.MULTIPROCESSORS,
             SORT_SECONDS + num_ids * SORT_SECONDS_PER_ID,
             ("ids out",),
         ),
-        Task("vectors back", Engine.WIRES, max(r.vectors_seconds for r in ranks), ("lookup",)),
+        exchange("vectors back", max(rank.vectors_seconds for rank in ranks), "lookup"),
         Task("forward", Engine.MULTIPROCESSORS, stages["dense forward"], ("vectors back",)),
         Task("backward of inputs", Engine.MULTIPROCESSORS, backward, ("forward",)),
-        Task(
-            "gradients out",
-            Engine.WIRES,
-            max(rank.gradients_seconds for rank in ranks),
-            ("backward of inputs",),
+        exchange(
+            "gradients out", max(rank.gradients_seconds for rank in ranks), "backward of inputs"
         ),
         Task("row update", Engine.MULTIPROCESSORS, stages["row update"], ("gradients out",)),
     ]
@@ -113,7 +129,13 @@ def _tasks(setting: Setting, report: PlanReport) -> list[Task]:
         weights, mean = f"backward of weights {number}", f"mean {number}"
         tasks += [
             Task(weights, Engine.MULTIPROCESSORS, backward / MEAN_PARTS, (earlier,)),
-            Task(mean, Engine.WIRES, stages["mean"] / MEAN_PARTS, (weights,)),
+            Task(
+                mean,
+                Engine.WIRES,
+                stages["mean"] / MEAN_PARTS,
+                (weights,),
+                mean_met / MEAN_PARTS,
+            ),
             Task(
                 f"dense update {number}",
                 Engine.MULTIPROCESSORS,
