@@ -36,6 +36,7 @@ def draw(steps: Sequence[Simulated], path: Path, *, title: str) -> None:
     times.plot(numbers, [step.milliseconds for step in steps], marker="o")
     times.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="ms a step")
     times.set_xticks(numbers, [str(number) for number in numbers])
+    times.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
     handles = [Patch(color=colour) for colour in colours.values()]
     figure.legend(handles, colours, loc="outside right upper", fontsize=8)
     figure.suptitle(title)
@@ -70,4 +71,4 @@ def _draw_timeline(axis: Any, step: Simulated, colours: dict[str, tuple[float, .
         labels.append(((first + bottom - 1) / 2, engine.value))
     axis.set_yticks(*zip(*labels, strict=True))
     axis.invert_yaxis()
-    axis.set_title(f"{step.num_gpus} GPUs: {step.milliseconds:.2f} ms", fontsize=9)
+    axis.set_title(f"{step.num_gpus} GPUs: {step.milliseconds:.2f} ms a step", fontsize=9)

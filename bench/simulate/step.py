@@ -10,7 +10,7 @@ from bench.planning.step_costs import make_planner, predicted_ms, wire_precision
 from bench.simulate.schedule import Engine, Task
 from torchembed import plan_embeddings
 from torchembed.sharding import PlanReport, Topology
-from torchembed.sharding.planning.costs import ALL_REDUCE_EXCHANGES
+from torchembed.sharding.planning.load_seconds import ALL_REDUCE_EXCHANGES
 from torchembed.sharding.planning.topology import Hardware
 from torchembed.sharding.wire import BUCKET_BYTES
 
