@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from hypothesis import given
@@ -88,6 +89,34 @@ def test_urls(url: str, expected: dict[str, object]) -> None:
     options = RedisOptions.from_url(url)
     assert {name: getattr(options, name) for name in expected} == expected
     assert (options.tls is not None) == url.startswith("rediss")
+
+
+def test_urls_of_clusters_and_files(tmp_path: Path) -> None:
+    options = RedisOptions.from_url("redis://:p@a:1,b,[::1]:3")
+    assert options.addresses == ("a:1", "b:6379", "[::1]:3")
+    assert options.is_cluster and options.password == "p" and options.tls is None
+    assert not RedisOptions.from_url("redis://a").is_cluster
+    ca, own, key = (tmp_path / name for name in ("ca 1.pem", "own.pem", "own.key"))
+    for file in (ca, own, key):
+        file.touch()
+    files = {"ssl_ca_certs": ca, "ssl_certfile": own, "ssl_keyfile": key}
+    options = RedisOptions.from_url(f"rediss://a,b?{urlencode(files)}")
+    assert options.tls == RedisTls(
+        ca_certificate=str(ca), client_certificate=str(own), client_key=str(key)
+    )
+    assert options.is_cluster
+    for url, message in (
+        ("rediss://a?ssl_ca_certs=absent.pem", "ca_certificate must be a file that exists"),
+        (f"rediss://a?ssl_certfile={own}", "client_certificate and client_key must be given toge"),
+        (f"redis://a?ssl_certfile={own}", "url must be rediss://... to have ssl_certfile"),
+        ("rediss://a?db=3", "parameters of url must be among ssl_ca_certs, .*, got db$"),
+        ("rediss://a?ssl_ca_certs=", "each once and with a file, got ssl_ca_certs$"),
+        ("rediss://a?ssl_keyfile=x&ssl_keyfile=y", "each once and with a file, got ssl_keyfile$"),
+        ("redis://a,", "url must"),
+        ("redis://a:b", "url must"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RedisOptions.from_url(url)
 
 
 @pytest.mark.parametrize("url", ["http://host", "redis://", "redis://host/3", "host:1"])

@@ -1,5 +1,6 @@
 """Tables that are deployed of other rows than the model's own."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +54,9 @@ def of_safetensors(folder: Path) -> RowSource:
 
 
 @pytest.mark.parametrize("source", [of_hugectr, of_an_export, of_safetensors])
-def test_they_are_served_in_place_of_the_models(source: object, tmp_path: Path) -> None:
-    assert callable(source)
+def test_they_are_served_in_place_of_the_models(
+    source: Callable[[Path], RowSource], tmp_path: Path
+) -> None:
     models, rows = tmp_path / "models", source(tmp_path / "rows")
     deploy(model(), models, name="m", version=1, examples=EXAMPLES, tables={"0": rows})
     with MemoryStore() as store, ModelRepository(models, options_over(store)) as repository:

@@ -27,7 +27,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--ps-json", type=Path, help="a file of HugeCTR's parameter server")
     parser.add_argument("--http", metavar="HOST:PORT", help="by default 127.0.0.1:8000")
     parser.add_argument("--grpc", metavar="HOST:PORT", help="by default 127.0.0.1:8001")
-    parser.add_argument("--redis", metavar="URL", help="volatile rows there; redis://host:port")
+    parser.add_argument(
+        "--redis",
+        metavar="URL",
+        help="volatile rows there; redis://host:port[,host:port...]",
+    )
     parser.add_argument("--persistent", type=Path, help="a folder for RocksDB, below the others")
     parser.add_argument("--kafka", metavar="BROKERS", help="apply the updates that come there")
 
@@ -73,10 +77,16 @@ def config_of(flags: argparse.Namespace, models: Path | None) -> ServerConfig:
 def _redis(text: str) -> VolatileConfig:
     """Volatile rows in the Redis of a URL, or of ``host:port``."""
     options = RedisOptions.from_url(text if "://" in text else f"redis://{text}")
+    tls = None
+    if options.tls is not None:
+        files = (options.tls.ca_certificate, options.tls.client_certificate, options.tls.client_key)
+        ca, certificate, key = (None if file is None else Path(file) for file in files)
+        tls = RedisTlsConfig(ca_certificate=ca, certificate=certificate, key=key)
     return VolatileConfig(
         kind=VolatileKind.REDIS,
         addresses=options.addresses,
+        is_cluster=options.is_cluster,
         user_name=options.user_name,
         password=options.password,
-        tls=None if options.tls is None else RedisTlsConfig(),
+        tls=tls,
     )

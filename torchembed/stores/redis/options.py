@@ -2,8 +2,10 @@
 
 import dataclasses
 import enum
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 from torchembed.core.addresses import parse_address
 from torchembed.stores.arguments import check_positive
@@ -106,22 +108,70 @@ class RedisOptions:
     @staticmethod
     def from_url(url: str) -> "RedisOptions":
         """The options that ``redis://[[user]:password@]host[:port]`` stands for, or ``rediss://``
-        for an encrypted connection; ``dataclasses.replace`` changes others.
+        for encrypted connections; ``dataclasses.replace`` changes others.
+
+        Several ``host:port`` with commas between them are nodes of a cluster. The files of
+        :class:`RedisTls` are parameters of ``rediss://`` with redis-py's names:
+        ``rediss://a,b?ssl_ca_certs=ca.pem&ssl_certfile=own.pem&ssl_keyfile=own.key``.
 
         Raises:
-            ValueError: for another URL.
+            ValueError: for another URL, and for files that do not exist.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("redis", "rediss") or not parts.hostname or parts.path.strip("/0"):
+        found = _URL.fullmatch(url)
+        if found is None:
+            scheme, separator, rest = url.partition("://")
+            shown = scheme + separator + rest.rpartition("@")[2] if separator else "no scheme"
             raise ValueError(
-                "url must be redis://[[user]:password@]host[:port] or rediss://..., without a "
-                f"number of a database, got scheme {parts.scheme!r}, host {parts.hostname!r} and "
-                f"path {parts.path!r}"
+                "url must be redis://[[user]:password@]host[:port][,host[:port]...] or "
+                f"rediss://..., without a number of a database, got {shown} (the login is left out)"
             )
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        return RedisOptions(
-            addresses=(f"{host}:{parts.port or DEFAULT_PORT}",),
-            user_name=unquote(parts.username) if parts.username else None,
-            password=unquote(parts.password) if parts.password else None,
-            tls=RedisTls() if parts.scheme == "rediss" else None,
+        files = _tls_files(found["query"])
+        is_encrypted = found["scheme"] == "rediss"
+        if files and not is_encrypted:
+            raise ValueError(
+                f"url must be rediss://... to have {', '.join(files)}, got redis://..."
+            )
+        addresses = tuple(
+            _joined(*parse_address("url", address, default_port=DEFAULT_PORT))
+            for address in found["hosts"].split(",")
         )
+        return RedisOptions(
+            addresses=addresses,
+            is_cluster=len(addresses) > 1,
+            user_name=unquote(found["user"]) if found["user"] else None,
+            password=unquote(found["password"]) if found["password"] else None,
+            tls=_tls(files) if is_encrypted else None,
+        )
+
+
+_URL = re.compile(
+    r"(?P<scheme>rediss?)://(?:(?P<user>[^:@/?]*)(?::(?P<password>[^/?]*))?@)?"
+    r"(?P<hosts>[^@/?]+)/?0?(?:\?(?P<query>.*))?"
+)
+_TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+
+
+def _tls_files(query: str | None) -> dict[str, str]:
+    """The files that the parameters of a URL name, by their names there.
+
+    Raises:
+        ValueError: for other parameters, and for one without a value or that comes twice.
+    """
+    files: dict[str, str] = {}
+    for name, value in parse_qsl(query or "", keep_blank_values=True):
+        if name not in _TLS_FILES or name in files or not value:
+            raise ValueError(
+                f"parameters of url must be among {', '.join(_TLS_FILES)}, each once and with a "
+                f"file, got {name}"
+            )
+        files[name] = value
+    return files
+
+
+def _tls(files: Mapping[str, str]) -> RedisTls:
+    ca, certificate, key = map(files.get, _TLS_FILES)
+    return RedisTls(ca_certificate=ca, client_certificate=certificate, client_key=key)
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
