@@ -400,6 +400,18 @@ IDS, CLICKS = pairs()[0]
             r"got \[8\]\. A batch of 3 parts is .*BatchLoss",
         ),
         (LOSS, (ONE.dense, ONE.sparse, 2 * CLICKS - 1), ValueError, "from 0 to 1 .* got -1 for"),
+        (
+            LOSS,
+            (IDS, CLICKS[:, None].repeat(1, 2)),
+            ValueError,
+            r"labels must be one for each output of the model .* \[8\], got \[8, 2\]; give a",
+        ),
+        (
+            nn.BCEWithLogitsLoss(),
+            (IDS, CLICKS[:, None].repeat(1, 2)),
+            ValueError,
+            "labels must be o",
+        ),
         (LOSS, (IDS, {"a": CLICKS}), TypeError, "tensor of labels, got dict; give MultiTaskLoss"),
         (F.cross_entropy, (*ONE, CLICKS), TypeError, "weight of each class, and not of samples"),
         (LOSS, (*ONE, CLICKS[:3]), ValueError, "all parts must have one number .* 8, 8 and 8, 3"),

@@ -160,6 +160,8 @@ def _loss_of_labels(
     """The result of ``loss_fn``, and the output in the shape in which it was given it."""
     alike = _alike(output, labels, loss_fn)
     if alike is None:
+        if takes_probabilities(loss_fn):
+            _check_shapes(output, labels)
         return loss_fn(output, labels, *weights), output
     try:
         return loss_fn(*alike, *weights), alike[0]
@@ -182,6 +184,16 @@ def _alike(output: Tree, labels: Tree, loss_fn: LabelLoss) -> tuple[Tensor, Tens
     if labels.shape == (*output.shape, 1):
         return output, labels.squeeze(-1)
     return None
+
+
+def _check_shapes(output: Tree, labels: Tree) -> None:
+    """Raise ``ValueError`` where a binary cross entropy gets no label for each output."""
+    if isinstance(output, Tensor) and isinstance(labels, Tensor) and output.shape != labels.shape:
+        raise ValueError(
+            "labels must be one for each output of the model for a binary cross entropy, "
+            f"{list(output.shape)}, got {list(labels.shape)}; give a column of labels for each "
+            "output, or a loss_fn(output, labels) that brings them to one shape"
+        )
 
 
 def _loss_of(result: Tree) -> tuple[Tensor, Tree]:
