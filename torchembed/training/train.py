@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchembed.core.ranks import any_rank
+from torchembed.core.ranks.collective_errors import raise_on_all_ranks
 from torchembed.modules.model_statistics import ModelStatistics, shares_statistics
 from torchembed.step.pipeline import TrainPipeline
 from torchembed.training.batches import in_step
@@ -16,6 +17,7 @@ from torchembed.training.history import History
 from torchembed.training.metrics import MetricsWriter
 from torchembed.training.progress import Progress
 from torchembed.training.stop import StopSignal
+from torchembed.training.table_sizes import check_table_sizes
 
 
 def train(
@@ -64,7 +66,9 @@ def train(
     Raises:
         FloatingPointError: if the loss is not finite, when it is next read.
         IndexError, TimeoutError: as the pipeline does.
-        ValueError, RuntimeError: as for :func:`in_step`.
+        ValueError, RuntimeError: as for :func:`in_step`. Also ``ValueError``, before a step, if
+            ``batches`` come from a ``BatchSource`` whose ``table_sizes`` exceed the rows of a
+            static table that raises for bad ids.
     """
     if not hasattr(pipeline, "take_up_changes"):
         raise TypeError(
@@ -74,6 +78,9 @@ def train(
     history = History() if history is None else history
     if not pipeline.model.training:
         pipeline.model.train()
+    raise_on_all_ranks(
+        lambda: check_table_sizes(pipeline.model, batches), "compare tables with the batches"
+    )
     pipeline.take_up_changes()
     meter, num_before = _Meter(history, progress, metrics, pipeline.model), history.num_steps
     ready = in_step(batches, None, max_steps, stop, pipeline.convert)
