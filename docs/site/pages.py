@@ -39,16 +39,31 @@ def _references(nav: object) -> list[str]:
 
 
 def _reference(module: str, shown: set[str]) -> str:
-    """The page of a module: its public names, less those that an earlier page has."""
+    """The page of a module, or of the packages in it where it has no public names itself."""
+    folder = ROOT.joinpath(*module.split("."))
+    if public_names(folder / "__init__.py") is not None:
+        return f"# {module}\n\n{_members(module, shown)}"
+    inner = [f"{module}.{p.parent.name}" for p in sorted(folder.glob("*/__init__.py"))]
+    parts = [f"## {of}\n\n{_members(of, shown, level=3)}" for of in inner]
+    return "\n".join([f"# {module}\n", *parts])
+
+
+def _members(module: str, shown: set[str], level: int = 2) -> str:
+    """The public names of a module, less those that an earlier page has."""
     file = ROOT.joinpath(*module.split("."), "__init__.py")
-    names = [name for name in _public_names(file) if name not in shown]
+    public = public_names(file)
+    if public is None:
+        raise ValueError(f"{file} must have __all__, the names that the reference shows")
+    names = [name for name in public if name not in shown]
     shown.update(names)
     members = "".join(f"\n        - {name}" for name in names)
-    return f"# {module}\n\n::: {module}\n    options:\n      members:{members}\n"
+    options = f"    options:\n      heading_level: {level}\n      members:{members}"
+    return f"::: {module}\n{options}\n"
 
 
-def _public_names(file: Path) -> list[str]:
+def public_names(file: Path) -> list[str] | None:
+    """What ``__all__`` of a module lists; None where it has none."""
     for statement in ast.parse(file.read_text()).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
             return ast.literal_eval(statement.value)
-    raise ValueError(f"{file} must have __all__, the names that the reference shows")
+    return None

@@ -10,6 +10,10 @@ import pytest
 from tests.support.source_tree import ROOT, run_python_or_fail
 
 NOTEBOOKS = sorted((ROOT / "docs/examples").glob("*.ipynb"))
+OF_PACKAGES = "torchembed.ops"
+"""The page that shows the packages in it."""
+OF_ROOMS = {"torchembed.core.ranks", "torchembed.tables.tiers"}
+"""Packages whose names are for the library's own rooms."""
 
 
 def test_the_site_is_whole(tmp_path: Path) -> None:
@@ -30,6 +34,22 @@ def test_the_site_is_whole(tmp_path: Path) -> None:
     assert "100% right" in notebook
     found = json.loads((tmp_path / "search/search_index.json").read_text())["docs"]
     assert any(page["location"].startswith("reference/torchembed.optim.html#") for page in found)
+
+
+def test_navigation_lists_every_public_package() -> None:
+    """A package is public where it has ``__all__``; a page shows it, or the packages in it."""
+    navigation = (ROOT / "docs/site/mkdocs.yml").read_text()
+    listed = re.findall(r"- reference/([\w.]+)\.md", navigation)
+    public = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for file in (ROOT / "torchembed").rglob("__init__.py")
+        if re.search("^__all__", file.read_text(), re.MULTILINE)
+    }
+    packages = {name for name in listed if name in public}
+    assert public - packages - OF_ROOMS == {
+        name for name in public if name.startswith(f"{OF_PACKAGES}.")
+    }
+    assert set(listed) == packages | {OF_PACKAGES}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
