@@ -64,7 +64,8 @@ def test_an_overflow_leaves_exactly_its_share_of_that_partition_alone(
     max_batch: int,
     num_left: int,
 ) -> None:
-    table = open_bounded(bounded(policy, margin, target, max_batch)).table("t", LINE_BYTES)
+    store = open_bounded(bounded(policy, margin, target, max_batch))
+    table = store.table("t", LINE_BYTES)
     others = keys_of(1, margin, NUM_PARTITIONS)
     write(table, others)
     keys = keys_of(0, margin + 1, NUM_PARTITIONS)
@@ -73,11 +74,13 @@ def test_an_overflow_leaves_exactly_its_share_of_that_partition_alone(
     write(table, keys[:margin])
     read(table, keys[:margin])
     assert table.num_rows() == 2 * margin
+    assert store.num_evicted_rows == 0
     write(table, keys[margin:])
     left = set(kept(table))
     assert left >= set(others.tolist())
     assert left - set(others.tolist()) <= set(keys.tolist())
     assert len(left) == margin + num_left
+    assert store.num_evicted_rows == margin + 1 - num_left
 
 
 @pytest.mark.parametrize("policy", OverflowPolicy)

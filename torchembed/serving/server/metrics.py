@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+from torchembed.serving.configuration import VolatileConfig
 from torchembed.serving.levels import LeveledLookup, LookupStatistics
 from torchembed.serving.models import ModelRepository
 from torchembed.serving.protocols import ExecutionTotals, HistogramTotal, MetricKind, MetricTotal
 from torchembed.serving.updates import UpdateApplier
+from torchembed.stores import RedisStore, VolatileMemoryStore
 
 _COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 
@@ -70,6 +72,19 @@ def _of_levels(found: LookupStatistics, number: str) -> Iterator[MetricTotal]:
             ("level_away", _GAUGE, "1 while a level is left out", level.is_away),
         ):
             yield MetricTotal(f"torchembed_{name}", kind, help_text, labels, value)
+
+
+def eviction_totals(
+    config: VolatileConfig, store: VolatileMemoryStore | RedisStore
+) -> Iterator[MetricTotal]:
+    """The total of rows that left the volatile level since partitions had too many."""
+    yield MetricTotal(
+        "torchembed_evicted_rows_total",
+        _COUNTER,
+        "Rows that this server evicted from partitions with too many",
+        {"policy": config.overflow_policy.value, "tier": config.kind.value},
+        store.num_evicted_rows,
+    )
 
 
 def update_totals(applier: UpdateApplier) -> Iterator[MetricTotal | HistogramTotal]:

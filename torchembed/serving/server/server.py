@@ -24,10 +24,16 @@ from torchembed.serving.protocols import (
 )
 from torchembed.serving.server.lookups import model_options
 from torchembed.serving.server.memory_table import memory_table
-from torchembed.serving.server.metrics import batch_totals, lookup_totals, update_totals
+from torchembed.serving.server.metrics import (
+    batch_totals,
+    eviction_totals,
+    lookup_totals,
+    update_totals,
+)
 from torchembed.serving.server.refreshing import Refresher
 from torchembed.serving.server.stores import loads_rows, open_stores
 from torchembed.serving.updates import ApplierOptions, UpdateApplier
+from torchembed.stores import RedisStore, VolatileMemoryStore
 from torchembed.streams import SourceOptions, UpdateSource
 
 
@@ -59,6 +65,10 @@ class Server:
             )
             self._opened, self._records = opening.pop_all(), stores.records
         self.metrics.add_source(lambda: lookup_totals(self.repository))
+        volatile, uppermost = config.volatile, stores.stores[0]
+        if volatile is not None:
+            assert isinstance(uppermost, VolatileMemoryStore | RedisStore)
+            self.metrics.add_source(lambda: eviction_totals(volatile, uppermost))
         self.metrics.add_execution_source(lambda: batch_totals(self.repository))
         directory, metrics = self.repository, self.metrics
         self.http = self.grpc = None

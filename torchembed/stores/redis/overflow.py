@@ -1,5 +1,7 @@
 """Eviction from partitions in Redis that hold too many rows."""
 
+import threading
+
 import numpy as np
 
 from torchembed.stores.redis.commands import as_decimals, command, exchange, rows_command
@@ -23,6 +25,9 @@ class OverflowResolver:
     def __init__(self, nodes: RedisNodes, options: VolatileOptions) -> None:
         self._nodes = nodes
         self._options = options
+        self.num_evicted_rows = 0
+        """Rows that this process evicted."""
+        self._counting = threading.Lock()
         self._step_rows = min(options.max_batch_rows, _MAX_STEP_ROWS)
 
     def resolve(self, names: PartitionNames, generation: bytes, num_left: int) -> None:
@@ -74,4 +79,7 @@ class OverflowResolver:
         """Evict rows by a script; how many there are too many still."""
         head = [b"EVAL", script, 3, *names, generation, num_left]
         parts = rows_command(head, *columns) if columns else command(*head, self._step_rows)
-        return self._nodes.run([exchange(names.values, parts)])[0][0]
+        (((num_more, num_evicted),),) = self._nodes.run([exchange(names.values, parts)])
+        with self._counting:
+            self.num_evicted_rows += num_evicted
+        return num_more

@@ -51,12 +51,13 @@ Arguments: fields and times."""
 
 _RESOLVE = b"""
 local generation, num_left = ARGV[1], tonumber(ARGV[2])
-if (redis.call('GET', KEYS[3]) or '0') ~= generation then return 0 end
+if (redis.call('GET', KEYS[3]) or '0') ~= generation then return {0, 0} end
+local num_evicted = 0
 local function excess() return redis.call('HLEN', KEYS[1]) - num_left end
 local function evict(fields)
   for first = 1, #fields, 2000 do
     local last = math.min(first + 1999, #fields)
-    redis.call('HDEL', KEYS[1], unpack(fields, first, last))
+    num_evicted = num_evicted + redis.call('HDEL', KEYS[1], unpack(fields, first, last))
     redis.call('HDEL', KEYS[2], unpack(fields, first, last))
   end
 end
@@ -64,9 +65,9 @@ end
 local rest = excess()
 if rest <= 0 then
   redis.call('INCR', KEYS[3])
-  return 0
+  return {0, num_evicted}
 end
-return rest
+return {rest, num_evicted}
 """
 # The generation of a partition is how many of its overflows were resolved. Who saw an overflow
 # evicts only as long as it is the same, so that no overflow is resolved twice.
@@ -80,7 +81,7 @@ if num_rows > 0 then evict(redis.call('HRANDFIELD', KEYS[1], num_rows)) end
 )
 """Evict some rows. Keys: values, accesses and generation. Arguments: the generation of the
 overflow, the rows that it leaves, and most to evict now. Gives how many there are too many
-still, 0 once it is resolved, by whomever."""
+still, 0 once it is resolved, by whomever; and how many were evicted."""
 
 EVICT_CHOSEN = (
     _RESOLVE

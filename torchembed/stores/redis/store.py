@@ -77,6 +77,11 @@ class RedisStore:
         """Keys whose reads were not noted, since the server was away, or too many waited."""
         return self._refresher.num_lost_keys
 
+    @property
+    def num_evicted_rows(self) -> int:
+        """Rows of all tables that this process evicted from partitions with too many."""
+        return self._resolver.num_evicted_rows
+
     def table(self, name: str, line_bytes: int) -> RedisTable:
         """The table ``name`` with lines of ``line_bytes`` bytes, made if there is none.
 

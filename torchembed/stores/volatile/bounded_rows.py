@@ -117,11 +117,12 @@ class BoundedRows:
         slots = erase_keys(self._index, keys, self._partitions_of(keys), released=_ALWAYS)
         self._release(slots[slots >= 0].unique())
 
-    def resolve_overflows(self) -> None:
-        """Evict rows from the partitions that hold more than the margin."""
+    def resolve_overflows(self) -> int:
+        """Evict rows from the partitions that hold more than the margin; how many."""
         margin, num_left = self._options.overflow_margin_rows, self._options.num_rows_left
         if margin is None or num_left is None:
-            return
+            return 0
+        num_evicted = 0
         sizes = self._index.counters[:, Counter.SIZE].tolist()
         for partition, slots in enumerate(slot_ranges(self._shapes)):
             if sizes[partition] > margin:
@@ -138,6 +139,8 @@ class BoundedRows:
                     released=_ALWAYS,
                 )
                 self._release(going + slots.first_slot)
+                num_evicted += len(going)
+        return num_evicted
 
     def copied(self) -> "BoundedRows":
         """Another one with the same lines."""

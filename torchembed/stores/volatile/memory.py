@@ -1,6 +1,7 @@
 """A store of a bounded number of rows in the memory of the host."""
 
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple, Self
 
@@ -42,6 +43,9 @@ class VolatileMemoryStore(TablesInMemory["_VolatileMemoryTable"]):
         super().__init__()
         self.options = options or VolatileOptions()
         self._refresher: AccessRefresher[_Read] = AccessRefresher("torchembed accesses to memory")
+        self.num_evicted_rows = 0
+        """Rows of all tables that left partitions with too many."""
+        self._counting = threading.Lock()
 
     @property
     def num_lost_accesses(self) -> int:
@@ -59,6 +63,10 @@ class VolatileMemoryStore(TablesInMemory["_VolatileMemoryTable"]):
             self._refresher.close()
         finally:
             super().close()
+
+    def _count_evicted(self, num_rows: int) -> None:
+        with self._counting:
+            self.num_evicted_rows += num_rows
 
     def _made_store(self) -> Self:
         return type(self)(self.options)
@@ -107,7 +115,8 @@ class _VolatileMemoryTable:
             with self._lock.alone():
                 self._store._check_table_writable(self)
                 self._rows.write(keys[batch], lines_array[batch], next(self._epochs))
-                self._rows.resolve_overflows()
+                num_evicted = self._rows.resolve_overflows()
+            self._store._count_evicted(num_evicted)
 
     def delete(self, keys: Tensor) -> None:
         check_keys(keys)
