@@ -1,7 +1,7 @@
 """Answers of onnxruntime, from a file of ``export_onnx``, beside those of eager PyTorch on the CPU.
 
 ``python -m bench.export`` gives both one thread and takes turns, so that other work of the machine
-slows both; the ratio is of their medians.
+slows both; the ratio is of their medians. With ``--parity`` it compares the answers themselves.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
+from bench.export_parity import print_parity
 from torchembed import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from torchembed.export import export_onnx
 from torchembed.models import DLRM, DLRM_DCNv2
@@ -34,6 +35,8 @@ class Setting:
     hotness: int = 10
     """Ids of a sample in fixed bags, and the mean of jagged ones."""
     num_turns: int = 30
+    parity: bool = False
+    """Whether answers are compared, for each of the library's models, and nothing is measured."""
 
 
 def _bags(setting: Setting) -> EmbeddingBagCollection:
@@ -138,4 +141,8 @@ def measure(setting: Setting) -> None:
 
 
 if __name__ == "__main__":
-    measure(tyro.cli(Setting))
+    given = tyro.cli(Setting)
+    if given.parity:
+        print_parity()
+    else:
+        measure(given)
