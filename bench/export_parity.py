@@ -207,7 +207,8 @@ def compare(case: Case) -> Parity:
         expected = case.model(*arguments)
         if not isinstance(expected, Mapping):
             expected = {names[0]: expected}
-        found = dict(zip(names, session.run(names, case.arrays(batch)), strict=True))
+        answers: Any = session.run(names, case.arrays(batch))
+        found = dict(zip(names, answers, strict=True))
         differences.append(_difference(found, expected))
         largest = max(largest, *(_most(np.abs(t.numpy())) for t in expected.values()))
     loops = tuple(sorted(_LOOPS.intersection(node.op_type for node in nodes)))
