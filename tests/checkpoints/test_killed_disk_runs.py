@@ -1,13 +1,14 @@
 """Runs with tables on disk that are killed, and go on from their last checkpoint."""
 
 import json
+import os
 import random
 from pathlib import Path
 
 from tests.support.killed_run import Launcher
 from torchembed.training import CheckpointFolder
 
-NUM_KILLS = 4
+NUM_KILLS = int(os.environ.get("TORCHEMBED_DISK_KILLS", "4"))
 NUM_RANKS, NUM_STEPS, SAVE_EVERY = 1, 12 * NUM_KILLS, 2
 LIMIT_SECONDS = 240.0
 
@@ -19,8 +20,9 @@ def losses_of(log: Path, rank: int) -> dict[int, str]:
 
 
 def test_a_killed_run_has_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
-    """With rows in the caches, in host memory and on disk, and killed at any moment: within steps,
-    saves and loads. What was on disk is of no use then, and the checkpoint has it all."""
+    """With rows in the caches, in host memory and on disk, trained by a pipeline, and killed at any
+    moment: within steps, saves and loads. What was on disk is of no use then, and the checkpoint
+    has it all."""
     launcher, draw = Launcher(), random.Random(0)
     (tmp_path / "whole-disk").mkdir()
     (tmp_path / "disk").mkdir()

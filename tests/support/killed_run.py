@@ -1,6 +1,8 @@
 """A training run that saves checkpoints, resumes from the last one, and can be killed."""
 
+import contextlib
 import functools
+import itertools
 import json
 import os
 import signal
@@ -21,8 +23,9 @@ from tests.support.fork_server import fork_server
 from tests.support.tiny_model import KEYS, TinyModel, make_batch, make_optimizers, step_by_hand
 from torchembed import LFU, Disk, Dynamic, EmbeddingBagConfig, HostMemory, MinimumCount
 from torchembed.core import ranks
-from torchembed.training import CheckpointFolder, TrainingRun
+from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline
 
+LOSS = F.binary_cross_entropy_with_logits
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 """Python's audit events of what changes files."""
 
@@ -59,11 +62,13 @@ def table_config(
 
 
 def new_run(disk: Path | None = None) -> TrainingRun:
-    """Row-wise where there is a process group; with dropout, a schedule and a position."""
+    """Row-wise where there is a process group; with a schedule and a position, and with dropout
+    where tables are not on disk: its random numbers would keep a pipeline from capturing steps."""
     device = "meta" if dist.is_initialized() else None
     config = functools.partial(table_config, disk=disk)
     model = TinyModel(is_deep=True, device=device, config=config)
-    model.dense = nn.Sequential(nn.Linear(10, 8), nn.Dropout(0.25), nn.Linear(8, 1))
+    dropout = nn.Dropout(0.25 if disk is None else 0.0)
+    model.dense = nn.Sequential(nn.Linear(10, 8), dropout, nn.Linear(8, 1))
     if dist.is_initialized():
         plan = {f"tables.embedding_bags.{key}": "row_wise" for key in KEYS}
         torchembed.shard_embeddings(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
@@ -85,7 +90,11 @@ def train_and_save(
     wait: bool,
     disk: Path | None = None,
 ) -> None:
-    """Go on from the last checkpoint in ``folder``; each step's loss is added to ``log``."""
+    """Go on from the last checkpoint in ``folder``; each step's loss is added to ``log``.
+
+    Tables on ``disk`` are trained by a pipeline, which brings the rows of the next batch in while
+    it trains one, but reads no batch beyond the next checkpoint; without, steps are taken by hand.
+    """
     rank = ranks.rank()
     run = new_run(disk)
     torch.manual_seed(100 + rank)  # each rank drops others
@@ -94,12 +103,24 @@ def train_and_save(
     checkpoints.load(run)
     position = run.others["position"]
     assert isinstance(position, DataPosition)
-    with log.open("a") as lines:
-        while position.num_taken < num_steps:
-            batch = make_batch(4 if disk is None else 2, seed=1000 * rank + position.num_taken)
-            loss = step_by_hand(
-                run.model, F.binary_cross_entropy_with_logits, run.optimizers, batch
+    batches = (
+        make_batch(4 if disk is None else 2, seed=1000 * rank + number)
+        for number in range(position.num_taken, num_steps)
+    )
+    with contextlib.ExitStack() as stack:
+        lines = stack.enter_context(log.open("a"))
+        pipeline, until_saved = None, iter(())
+        if disk is not None:
+            pipeline = stack.enter_context(
+                TrainPipeline(run.model, LOSS, run.optimizers, device="cpu", capture=True)
             )
+        while position.num_taken < num_steps:
+            if position.num_taken % save_every == 0:
+                until_saved = itertools.islice(batches, save_every)
+            if pipeline is None:
+                loss = step_by_hand(run.model, LOSS, run.optimizers, next(until_saved))
+            else:
+                loss = pipeline.progress(until_saved).loss
             run.others["schedule"].step()  # type: ignore[attr-defined]
             position.num_taken += 1
             print(json.dumps([position.num_taken, loss.item().hex()]), file=lines, flush=True)
