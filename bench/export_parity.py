@@ -77,7 +77,7 @@ def click_models() -> dict[str, nn.Module]:
         "dense_in_features": _NUM_DENSE,
     }
     bottom, over = [64, _DIM], [64, 1]
-    linear = {"dense_in_features": _NUM_DENSE}
+    linear: dict[str, Any] = {"dense_in_features": _NUM_DENSE}
     return {
         "LogisticRegression": models.LogisticRegression(_bags(1), **linear),
         "FactorizationMachine": models.FactorizationMachine(_bags(_DIM), _bags(1), **linear),
