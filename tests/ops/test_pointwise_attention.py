@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support import lanes
 from tests.support.repeats import assert_repeats
-from tests.support.tolerance import assert_as_near, assert_same_bits
+from tests.support.tolerance import NUDGE_UNITS, assert_as_near, assert_same_bits
 from tests.support.tracing import compiled_once
 from tests.support.values import normal
 from torchembed.core.trees import map_tensors
@@ -126,9 +126,23 @@ def check_follows(given: Inputs) -> None:
     exact_inputs = on_cpu._replace(**{n: t.double() for n, t in on_cpu.floats().items()})
     eager = results(formula, on_cpu, grad.cpu()).named()
     exact = results(formula, exact_inputs, grad.cpu().double()).named()
+    # Of a sum of few terms the error of one order of operations says little of another's. So a
+    # result is right, too, if it is that of inputs that are one rounding of float32 off.
+    nudged_inputs = exact_inputs._replace(
+        **{name: nudged(tensor) for name, tensor in exact_inputs.floats().items()}
+    )
+    off = results(formula, nudged_inputs, nudged(grad.cpu().double())).named()
     for name, result in found.named().items():
         assert result.is_contiguous()
-        assert_as_near(result, eager[name].detach(), exact[name].detach())
+        right = exact[name].detach()
+        slack = (off[name].detach() - right).abs().max().item() / NUDGE_UNITS
+        assert_as_near(result, eager[name].detach(), right, slack=slack)
+
+
+def nudged(tensor: Tensor) -> Tensor:
+    """``tensor``, each element ``NUDGE_UNITS`` units of rounding larger or smaller."""
+    signs = torch.randint(2, tensor.shape, generator=torch.Generator().manual_seed(8)) * 2 - 1
+    return tensor * (1 + NUDGE_UNITS * torch.finfo(torch.float32).eps * signs)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -310,8 +310,9 @@ def all_loops(folder: str) -> Outcome:
         warnings.simplefilter("error")
         # Lightning makes a leaf as torch no longer does.
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is", FutureWarning)
-        # Where there is a GPU, these loops leave it.
+        # Where there is a GPU, these loops leave it; and processors, where there are many.
         warnings.filterwarnings("ignore", "GPU available but not used", UserWarning)
+        warnings.filterwarnings("ignore", ".*does not have many workers", UserWarning)
         of_loops = {name: values_of(loop()) for name, loop in LOOPS.items()}
         of_loops["alone"] = values_of(alone())
         return Outcome(of_loops, refusals(), resumed(folder), norms())

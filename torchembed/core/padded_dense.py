@@ -62,7 +62,7 @@ class _PackedRows(torch.autograd.Function):
 def rows_or_zeros(values: Tensor, rows: Tensor) -> Tensor:
     """``values[rows]``, of ``rows`` of any shape; zeros for a row of -1."""
     shape = (*rows.shape, *values.shape[1:])
-    if torch.compiler.is_exporting():
+    if torch.compiler._is_exporting_flag:
         # A program serves batches without any row, too, and cannot ask for their number.
         with_none = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
         places = rows.where(rows >= 0, values.shape[0])

@@ -39,7 +39,7 @@ class PaddedLayout(NamedTuple):
         within = torch.arange(length, device=device)
         rows = (starts + within).where(within < lengths, -1)
         positions = torch.arange(num_rows, device=device)
-        if torch.compiler.is_exporting():
+        if torch.compiler._is_exporting_flag:
             # ONNX has no search.
             bags = bags_of_ids(offsets.diff(), num_rows)
         else:
@@ -60,7 +60,7 @@ class PaddedLayout(NamedTuple):
 
 def _looked_up(source: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """:class:`_LookedUp`, in operations that other runtimes have where a program is exported."""
-    if torch.compiler.is_exporting():
+    if torch.compiler._is_exporting_flag:
         return rows_or_zeros(source, index)
     return _LookedUp.apply(source, index, inverse)
 

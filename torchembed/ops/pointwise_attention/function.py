@@ -87,7 +87,7 @@ def pointwise_attention(
     """
     others = (time_bias, times, next_times)
     query, key, value = (_with_whole_rows(rows) for rows in (query, key, value))
-    if torch.compiler.is_exporting():
+    if torch.compiler._is_exporting_flag:
         # In operations that other runtimes have.
         return pointwise_attention_forward_reference(
             query, key, value, offsets, distance_bias, *others

@@ -32,6 +32,7 @@ class DenseProgram:
 
     def __init__(self, program: ExportedProgram, device: torch.device) -> None:
         moved = move_to_device_pass(program, device)
+        moved.graph_module.recompile()  # for the pass changes the graph alone
         constants: list[Tensor] = []
         for spec in moved.graph_signature.input_specs:
             if spec.target is not None:
