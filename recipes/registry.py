@@ -49,6 +49,10 @@ class Recipe(NamedTuple):
         return inspect.cleandoc(self.config.__doc__ or "")
 
 
+_CHECK_FRAPPE = partial(check_data, frappe.FILES)
+_CHECK_ML1M = partial(check_data, ml1m.FILES)
+_CHECK_INTERACTIONS = partial(check_data, interactions.FILES)
+
 RECIPES = {
     "dlrm_dcnv2": Recipe(dlrm.fitting, run_dlrm, served_dlrm, check_dlrm),
     "dlrm_dcnv2.quickstart": Recipe(dlrm.quickstart, run_dlrm, served_dlrm, check_dlrm),
@@ -59,22 +63,16 @@ RECIPES = {
         for name, config in made.CONFIGS.items()
     },
     **{
-        f"{name}.frappe": Recipe(
-            config, frappe.run, frappe.served, partial(check_data, frappe.FILES)
-        )
+        f"{name}.frappe": Recipe(config, frappe.run, frappe.served, _CHECK_FRAPPE)
         for name, config in frappe.CONFIGS.items()
     },
     **{
-        f"{name}.ml1m": Recipe(config, ml1m.run, ml1m.served, partial(check_data, ml1m.FILES))
+        f"{name}.ml1m": Recipe(config, ml1m.run, ml1m.served, _CHECK_ML1M)
         for name, config in ml1m.CONFIGS.items()
     },
     # The first names of dcnv2.frappe and dcnv2.ml1m.
-    "ctr-frappe": Recipe(
-        frappe.CONFIGS["dcnv2"], frappe.run, frappe.served, partial(check_data, frappe.FILES)
-    ),
-    "ctr-ml1m": Recipe(
-        ml1m.CONFIGS["dcnv2"], ml1m.run, ml1m.served, partial(check_data, ml1m.FILES)
-    ),
+    "ctr-frappe": Recipe(frappe.CONFIGS["dcnv2"], frappe.run, frappe.served, _CHECK_FRAPPE),
+    "ctr-ml1m": Recipe(ml1m.CONFIGS["dcnv2"], ml1m.run, ml1m.served, _CHECK_ML1M),
     "shared-bottom": Recipe(
         tasks_of_ml1m.shared_bottom, tasks_of_ml1m.run, tasks_of_ml1m.served, tasks_of_ml1m.check
     ),
@@ -85,19 +83,13 @@ RECIPES = {
     "mmoe.sines": Recipe(sines.mmoe, sines.run, sines.served, sines.check),
     "ple": Recipe(tasks_of_ml1m.ple, tasks_of_ml1m.run, tasks_of_ml1m.served, tasks_of_ml1m.check),
     "ple.sines": Recipe(sines.ple, sines.run, sines.served, sines.check),
-    "sasrec": Recipe(
-        encoders.sasrec, encoders.run, encoders.served, partial(check_data, interactions.FILES)
-    ),
-    "hstu": Recipe(
-        encoders.hstu, encoders.run, encoders.served, partial(check_data, interactions.FILES)
-    ),
-    "din": Recipe(
-        candidates.din, candidates.run, candidates.served, partial(check_data, interactions.FILES)
-    ),
+    "sasrec": Recipe(encoders.sasrec, encoders.run, encoders.served, _CHECK_INTERACTIONS),
+    "hstu": Recipe(encoders.hstu, encoders.run, encoders.served, _CHECK_INTERACTIONS),
+    "din": Recipe(candidates.din, candidates.run, candidates.served, _CHECK_INTERACTIONS),
     "two-tower": Recipe(
         candidates.two_tower,
         candidates.run,
         candidates.served,
-        partial(check_data, interactions.FILES),
+        _CHECK_INTERACTIONS,
     ),
 }

@@ -118,7 +118,8 @@ class TrainPipeline:
             and no others. Captured steps may update them in another order.
         device: where batches go; the model's by default.
         autocast: the dtype of ``torch.autocast`` around forward and loss, as ``torch.bfloat16``.
-            ``torch.float16`` is refused, since it needs a scaled loss.
+            The gradients of ``torch.float16`` vanish unless ``loss_fn`` scales the loss, which the
+            pipeline does not do by itself.
         max_grad_norm: a bound of the joint 2-norm of all gradients, after their mean over ranks: of
             dense parameters and of all ranks' rows, each row's summed gradient once. If the norm is
             larger, all are scaled before any update, as ``torch.nn.utils.clip_grad_norm_`` does, in

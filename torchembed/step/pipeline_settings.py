@@ -54,13 +54,7 @@ def check_numbers(
 ) -> None:
     """Raise where one of these arguments is none that ``TrainPipeline`` documents."""
     if not (autocast is None or isinstance(autocast, torch.dtype)):
-        raise TypeError(f"autocast must be torch.bfloat16 or None, got {autocast!r}")
-    if autocast is torch.float16:
-        raise ValueError(
-            "autocast must be torch.bfloat16 or None, got torch.float16, whose gradients vanish "
-            "unless the loss is scaled; take torch.bfloat16, or torchembed.optim.GradScaler in a "
-            "loop of your own"
-        )
+        raise TypeError(f"autocast must be a dtype, as torch.bfloat16, or None, got {autocast!r}")
     if not (max_grad_norm is None or isinstance(max_grad_norm, (int, float))):
         raise TypeError(f"max_grad_norm must be a number or None, got {max_grad_norm!r}")
     if max_grad_norm is not None and not max_grad_norm >= 0:

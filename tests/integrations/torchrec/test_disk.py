@@ -202,7 +202,8 @@ def folders(folder: str) -> dict[str, Any]:
 def everything_on_the_cpu() -> dict[str, Any]:
     if importlib.util.find_spec("rocksdict") is None:
         return {}
-    with tempfile.TemporaryDirectory() as own:
+    # Threads of RocksDB may still write to folders of models that were not collected yet.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         given = [own]
         dist.broadcast_object_list(given)
         elsewhere = functools.partial(on_disk, given[0])
