@@ -10,7 +10,7 @@ import torchembed
 from tests.support.ranks import run_on_ranks
 from tests.zoo.served_models import MODELS, ServedCase
 from torchembed.core import ranks
-from torchembed.export import export_onnx
+from torchembed.export import export_onnx, export_pt2, load_pt2
 from torchembed.training import CheckpointFolder, TrainingRun
 
 
@@ -53,3 +53,29 @@ def test_ranks_export_a_checkpoint_as_one_file(tmp_path: Path) -> None:
         expected = case.model(examples)
     for name, array in zip(("click", "buy"), found, strict=True):
         torch.testing.assert_close(torch.from_numpy(array), expected[name], rtol=0, atol=1e-5)
+
+
+def compile_checkpoint(folder: str) -> None:
+    """As :func:`export_checkpoint`, into a package of AOTInductor."""
+    case = seeded(2)
+    mesh = init_device_mesh("cpu", (ranks.world_size(),))
+    model = torchembed.shard_embeddings(case.model, mesh, {"bags.embedding_bags.t0": "row_wise"})
+    CheckpointFolder(Path(folder) / "checkpoints").load(TrainingRun(model=model))
+    export_pt2(model, case.examples(4), Path(folder) / "m.pt2")
+
+
+def test_ranks_compile_a_checkpoint_into_one_package(tmp_path: Path) -> None:
+    case = seeded(1)
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    checkpoints.save(1, TrainingRun(model=case.model))
+    checkpoints.close()
+    run_on_ranks(2, compile_checkpoint, str(tmp_path))
+    examples = case.examples(9)
+    found = load_pt2(tmp_path / "m.pt2")(
+        {n: torch.as_tensor(a) for n, a in case.request(examples).items()}
+    )
+    case.model.eval()
+    with torch.no_grad():
+        expected = case.model(examples)
+    for name in ("click", "buy"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
