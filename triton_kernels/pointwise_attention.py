@@ -47,7 +47,7 @@ class _Tiling(NamedTuple):
     num_warps: int
     num_stages: int
     most_registers: int
-    """Of a thread. With 128 of them 16 warps fit on a multiprocessor."""
+    """The most registers of a thread. With 128 of them 16 warps fit on a multiprocessor."""
 
 
 def _tiling(dim: int) -> _Tiling:
@@ -420,7 +420,7 @@ def _pointwise_attention_columns_backward_kernel(
 
 
 class _Tensors(NamedTuple):
-    """What kernels of both directions read."""
+    """The arguments of the operation that the kernels of forward and of backward both read."""
 
     query: Tensor
     key: Tensor

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ pytest.importorskip("tritonclient.http")
 pytest.importorskip("rocksdict")
 
 
+def answers(client: Any, request: dict[str, np.ndarray], version: str, wanted: np.ndarray) -> bool:
+    """True where the server answers by the version, and as is wanted."""
+    import tritonclient.http
+
+    found, answering = asked(client, tritonclient.http, request)
+    return answering == version and np.allclose(found, wanted, atol=2e-6)
+
+
 def test_updates_reach_answers_that_go_on_while_redis_is_away(tmp_path: Path) -> None:
     import tritonclient.http
 
@@ -54,11 +63,7 @@ def test_updates_reach_answers_that_go_on_while_redis_is_away(tmp_path: Path) ->
         with running_server(models, tmp_path / "log", *flags, *rows) as server:
             client = tritonclient.http.InferenceServerClient(server.http)
             wanted = expected(second, examples)
-
-            def is_updated() -> bool:
-                found, version = asked(client, tritonclient.http, request)
-                return version == "2" and np.allclose(found, wanted, atol=2e-6)
-
+            is_updated = partial(answers, client, request, "2", wanted)
             wait_until(is_updated, server.log.read_text)
             redis.kill()
             assert is_updated()
@@ -206,11 +211,7 @@ def test_rows_are_the_trainers_where_a_server_is_killed_before_it_commits_them(
         with running_server(models, tmp_path / "log", *flags) as server:
             client = tritonclient.http.InferenceServerClient(server.http)
             wanted = expected(second, examples)
-
-            def is_updated() -> bool:
-                found, version = asked(client, tritonclient.http, request)
-                return version == "3" and np.allclose(found, wanted, atol=2e-6)
-
+            is_updated = partial(answers, client, request, "3", wanted)
             wait_until(is_updated, server.log.read_text)
             with urllib.request.urlopen(f"http://{server.http}/metrics") as answer:
                 families = list(text_string_to_metric_families(answer.read().decode()))

@@ -1,4 +1,4 @@
-"""Where an export goes: a file, local or behind a URL, and what belongs beside it."""
+"""The file that an export writes, local or behind a URL, with the files beside it."""
 
 import contextlib
 import shutil

@@ -1,4 +1,4 @@
-"""What has changed in a model's dynamic tables since the marks of an earlier moment."""
+"""Changes of a model's dynamic tables since an earlier moment, which marks of the tables name."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -58,10 +58,11 @@ class CapturedLookup:
         self._tables = self._inputs[key_bytes:].view(torch.int32)
         num_missing = torch.zeros(1, dtype=torch.int64, pin_memory=is_cuda)
         self._num_missing, self._num_missing_array = num_missing, num_missing.numpy()
-        self._found = self._run()  # so that all kernels are compiled before the capture
+        self._found: CachedRows
+        self._run()  # so that all kernels are compiled before the capture
         self._graph: torch.cuda.CUDAGraph | None = None
         if is_cuda:
-            self._graph = captured_graph(self._run_again, torch.cuda.Stream(device))
+            self._graph = captured_graph(self._run, torch.cuda.Stream(device))
         self._views = self._views_of(0)
 
     def look_up(self, keys: Tensor, tables: Tensor) -> CapturedRows:
@@ -78,7 +79,7 @@ class CapturedLookup:
                 [given_keys, given_tables], [keys, tables], non_blocking=True
             )
             if self._graph is None:
-                self._run_again()
+                self._run()
                 rows, is_missing = self._views_of(num_ids)[2:]
             else:
                 self._graph.replay()
@@ -88,15 +89,11 @@ class CapturedLookup:
             access.stream_of(self._cache.device).synchronize()
         return CapturedRows(rows, is_missing, int(self._num_missing_array[0]))
 
-    def _run_again(self) -> None:
-        self._found = self._run()
-
-    def _run(self) -> CachedRows:
+    def _run(self) -> None:
         if self._given is not self._inputs:
             self._inputs.copy_(self._given, non_blocking=True)
-        found = self._cache.look_up(self._keys, self._tables)
-        self._num_missing.copy_(found.num_missing, non_blocking=True)
-        return found
+        self._found = self._cache.look_up(self._keys, self._tables)
+        self._num_missing.copy_(self._found.num_missing, non_blocking=True)
 
     def _views_of(self, num_ids: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys, tables, rows and flags of the first ids. They are made anew for another number of

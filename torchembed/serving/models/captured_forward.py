@@ -26,8 +26,7 @@ def vectors_argument(
     description: ModelDescription, argument: Argument, found: Tensor, num_samples: int
 ) -> Tensor:
     """The vectors of a lookup, as the dense part takes them."""
-    if argument.dtype:
-        found = found.to(_dtype(argument))
+    found = found.to(_dtype(argument))
     lookup = description.lookups[argument.lookup]
     hotness = description.feature(lookup.feature).hotness
     # Of features that came as jagged ones the program takes the ids one after another.
@@ -45,7 +44,8 @@ def unused_argument(argument: Argument, num_samples: int, device: torch.device) 
 
 
 def _dtype(argument: Argument) -> torch.dtype:
-    return getattr(torch, argument.dtype.removeprefix("torch."))
+    """The dtype of vectors, or of an unused argument."""
+    return getattr(torch, argument.dtype.removeprefix("torch.") or "float32")
 
 
 def can_be_captured(
@@ -88,18 +88,18 @@ def captured_bytes(description: ModelDescription, sizes: Sequence[int]) -> int:
         if argument.kind is ArgumentKind.VECTORS:
             lookup = description.lookups[argument.lookup]
             num_vectors = hotness[argument.lookup] if lookup.combining is Combining.EACH else 1
-            itemsize = _dtype(argument).itemsize if argument.dtype else 4
-            computed += num_vectors * description.table(lookup.table).dim * itemsize
+            dim = description.table(lookup.table).dim
+            computed += num_vectors * dim * _dtype(argument).itemsize
     num_samples = sum(set(sizes)) + max(sizes)
     return description.files[WEIGHTS_FILE].num_bytes + num_samples * (2 * given + computed)
 
 
 class _IdPlace(NamedTuple):
-    """Where the ids of a lookup go."""
+    """The memory of the host from which a graph copies the ids of a lookup."""
 
     feature: str
     greatest_id: int | None
-    """Of a table that takes ids out of range for the nearest one."""
+    """The greatest id of a table that takes ids out of range for the nearest one; else None."""
     memory: np.ndarray
     """int64, for those of the most samples, of the host."""
 
@@ -141,15 +141,13 @@ class _CapturedForward:
             for number, lookup in zip(part.numbers, lookups, strict=True)
         }
         # All at once: a launch for each feature takes longer than what it does.
-        dtypes = {
-            _dtype(a) for a in description.arguments if a.kind is ArgumentKind.VECTORS and a.dtype
-        }
+        dtypes = (_dtype(a) for a in description.arguments if a.kind is ArgumentKind.VECTORS)
         self._pooling = CachedPooling(
             part.leveled.cache,
             hotness,
             num_samples,
             part.features,
-            dtype=dtypes.pop() if dtypes else torch.float32,
+            dtype=next(dtypes, torch.float32),
         )
         # The number of samples comes before the ids, so that both are one copy.
         self._host_ids = torch.zeros(

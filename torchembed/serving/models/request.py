@@ -48,9 +48,6 @@ class Request(NamedTuple):
         return Request(last - first, dense, features)
 
 
-_FIRST = np.array([0])
-
-
 def check_request(description: ModelDescription, inputs: Mapping[str, np.ndarray]) -> Request:
     """The arrays of a request, checked.
 
@@ -91,12 +88,11 @@ def _check_ids(description: ModelDescription, features: Mapping[str, FeatureIds]
     """Raise ``InvalidRequestError`` for ids that their table refuses."""
     num_ids = description.num_ids
     names = [name for name in num_ids if features[name].ids.size]
-    sizes = [features[name].ids.size for name in names]
     # Few ids are joined, so that those of all features are looked at in one call.
-    is_joined = sum(sizes) <= _MOST_JOINED_IDS
+    is_joined = sum(features[name].ids.size for name in names) <= _MOST_JOINED_IDS
     for some in [names] if names and is_joined else [[name] for name in names]:
         arrays = [features[name].ids for name in some]
-        firsts = np.array([0, *itertools.accumulate(sizes[:-1])]) if len(some) > 1 else _FIRST
+        firsts = np.array([0, *itertools.accumulate(ids.size for ids in arrays[:-1])])
         every = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         # As unsigned numbers negative ones are the greatest.
         greatest = np.maximum.reduceat(every.view(np.uint64), firsts).tolist()

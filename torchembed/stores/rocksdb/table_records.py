@@ -1,4 +1,4 @@
-"""What a database of RocksDB says of itself: its format, and the number of each table."""
+"""Records within a RocksDB database of its format, and of the number of each table."""
 
 import json
 from pathlib import Path
