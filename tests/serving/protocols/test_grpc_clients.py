@@ -79,7 +79,7 @@ def refused(channel: grpc.Channel, data: bytes, **more: Any) -> tuple[grpc.Statu
 
 def in_progress(metrics: ServerMetrics) -> float:
     text = metrics.text()[0].decode().splitlines()
-    (line,) = (t for t in text if t.startswith("torchembed_requests_in_progress{"))
+    (line,) = (t for t in text if t.startswith('torchembed_requests_in_progress{protocol="grpc"}'))
     return float(line.split()[1])
 
 

@@ -147,6 +147,14 @@ def test_a_known_series_of_requests_is_counted_exactly(both: Both) -> None:
     assert of(found, "nv_inference_request_duration_us", **scores) == pytest.approx(sum(parts))
 
 
+def test_requests_in_progress_are_there_before_the_first_one() -> None:
+    lines = ServerMetrics().text()[0].decode().splitlines()
+    assert [line for line in lines if line.startswith(IN_PROGRESS)] == [
+        'torchembed_requests_in_progress{protocol="http"} 0.0',
+        'torchembed_requests_in_progress{protocol="grpc"} 0.0',
+    ]
+
+
 def test_statistics_of_the_protocol_are_those_of_the_metrics(both: Both) -> None:
     inputs = scoring_inputs(5)
     both.http.connection.infer("scores", both.http.tensors(inputs))

@@ -109,7 +109,8 @@ class ServerMetrics(Collector):
         self._totals = TotalsByModel()
         self._sources: list[MetricSource] = []
         self._num_refused: dict[tuple[str, str], int] = {}
-        self._num_in_progress: dict[str, int] = {}
+        # Both from the start: a gauge that comes with the first request looks like one that failed.
+        self._num_in_progress = {"http": 0, "grpc": 0}
         self._num_failed_reads = 0
         self._lock = threading.Lock()
 
@@ -132,9 +133,9 @@ class ServerMetrics(Collector):
             self._num_refused[key] = self._num_refused.get(key, 0) + 1
 
     def in_progress(self, protocol: str, change: int) -> None:
-        """Count requests that begin (1) and end (-1)."""
+        """Count requests over ``"http"`` or ``"grpc"`` that begin (1) and end (-1)."""
         with self._lock:
-            self._num_in_progress[protocol] = self._num_in_progress.get(protocol, 0) + change
+            self._num_in_progress[protocol] += change
 
     def totals(self) -> dict[tuple[str, str], ModelTotals]:
         """The totals of each model and version that was asked."""
