@@ -44,6 +44,29 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
         assert torch.equal(loaded.model.state_dict()[name], value), name
 
 
+def test_a_schedule_of_tables_and_dense_parameters_goes_on(tmp_path: Path) -> None:
+    def run_of(first: int, last: int) -> tuple[TrainingRun, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = TinyModel(is_deep=True)
+        optimizer = torchembed.optim.Adam.with_dense(model.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        run = TrainingRun(model=model, optimizers=[optimizer], others={"schedule": schedule})
+        if first:
+            assert CheckpointFolder(tmp_path).load(run) == first
+        batches = list(make_batches([8] * last))[first:]
+        train(TrainPipeline(model, LOSS, optimizer), batches, schedulers=[schedule])
+        return run, optimizer
+
+    whole, _ = run_of(0, 4)
+    half, _ = run_of(0, 2)
+    CheckpointFolder(tmp_path).save(2, half)
+    resumed, optimizer = run_of(2, 4)
+    rates = [part.param_groups[0]["lr"] for part in resumed.optimizers]
+    assert rates == [group["lr"] for group in optimizer.param_groups] == [0.5**5] * 2
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
 def test_a_model_on_the_device_trains_and_comes_back(device: torch.device, tmp_path: Path) -> None:
     runs = []
     for _ in range(2):

@@ -84,6 +84,59 @@ def test_a_state_is_loaded(device: torch.device) -> None:
         loaded.load_state_dict(state)
 
 
+def test_groups_are_those_of_parts_that_are_loaded_one_by_one(device: torch.device) -> None:
+    """As a checkpoint loads them."""
+    optimizer = Adam.with_dense(TablesAndLayer(device).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for part in optimizer.optimizers:
+        part.load_state_dict(part.state_dict())
+    scheduler.step(1.0)
+    optimizer.step()
+    scheduler.step(2.0)
+    assert [part.param_groups[0]["lr"] for part in optimizer.optimizers] == [0.05, 0.05]
+
+
+def without_a_dense_state(state: dict[str, Any]) -> None:
+    del state["state"][max(state["state"])]["exp_avg"]
+
+
+def without_a_dense_parameter(state: dict[str, Any]) -> None:
+    state["param_groups"][-1]["params"].pop()
+
+
+def with_a_rule_of_torch(state: dict[str, Any]) -> None:
+    state["param_groups"][-1]["amsgrad"] = True
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without_a_dense_state, "state of parameter 0 must hold"),
+        (without_a_dense_parameter, r"must be 1, of \[1\] parameters, got 1, of \[0\]"),
+        (with_a_rule_of_torch, "amsgrad of the loaded param_groups must be False"),
+    ],
+)
+def test_a_dense_state_that_does_not_fit_changes_no_table(
+    spoil: Any, message: str, device: torch.device
+) -> None:
+    model = TablesAndLayer(device)
+    optimizer = Adam.with_dense(model.parameters(), lr=0.1)
+    before = copy.deepcopy(optimizer.state_dict())
+    model.loss(0).backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = 7.0
+    spoil(state)
+    other = Adam.with_dense(TablesAndLayer(device).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(state)
+    after = other.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, entry in before["state"].items():
+        for name, tensor in entry.items():
+            assert_same_bits(after["state"][number][name], tensor)
+
+
 def test_groups_and_what_only_tables_have(device: torch.device) -> None:
     model = TablesAndLayer(device)
     groups = [

@@ -178,17 +178,7 @@ class DenseOptimizer(ReplayedOptimizer):
         }
         return {**packed, "state": state}
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Copy hyperparameters and state from ``state_dict``, in place.
-
-        16-bit parameters become their masters, rounded; where ``state_dict`` has no ``master``, as
-        one of ``torch.optim`` has none, masters become the parameters.
-
-        Raises:
-            ValueError: if parameter groups, state names or shapes do not match, or the state is
-                of another rule, as AdamW's; nothing is changed then.
-        """
+    def check_state_dict(self, state_dict: StateDict) -> None:
         for group in state_dict["param_groups"]:
             for name in ("amsgrad", "decoupled_weight_decay", "maximize"):
                 if group.get(name):
@@ -196,9 +186,9 @@ class DenseOptimizer(ReplayedOptimizer):
                         f"{name} of the loaded param_groups must be False, got {group[name]}; "
                         f"{type(self).__name__} has no such rule"
                     )
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        super().check_state_dict(state_dict)
         loaded = state_dict["state"]
-        for number, parameter in enumerate(parameters):
+        for number, parameter in enumerate(self._parameters()):
             entry, own = loaded.get(number, {}), self.state[parameter]
             if set(entry) | {"master"} != set(own) | {"master"}:
                 raise ValueError(
@@ -211,6 +201,20 @@ class DenseOptimizer(ReplayedOptimizer):
                         f"state {key} of parameter {number} must have shape "
                         f"{tuple(tensor.shape)}, got {tuple(entry[key].shape)}"
                     )
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Copy hyperparameters and state from ``state_dict``, in place.
+
+        16-bit parameters become their masters, rounded; where ``state_dict`` has no ``master``, as
+        one of ``torch.optim`` has none, masters become the parameters.
+
+        Raises:
+            ValueError: if parameter groups, state names or shapes do not match, or the state is
+                of another rule, as AdamW's; nothing is changed then.
+        """
+        self.check_state_dict(state_dict)
+        parameters, loaded = self._parameters(), state_dict["state"]
         rates = [group["lr"] for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": {}})
         for group, rate in zip(self.param_groups, rates, strict=True):

@@ -196,7 +196,7 @@ class FusedOptimizer(ReplayedOptimizer):
         the flag ``[1]`` that skips the step; None where there is no scaler."""
         if not hasattr(self, "found_inf"):
             return None, None
-        tables = [_table(p) for group in self.param_groups for p in group["params"]]
+        tables = list(map(_table, self._parameters()))
         self.overflow = overflow_flag(self.found_inf, self.grad_scale, entries, tables)
         # None where scaler.unscale_ has unscaled what is recorded.
         scale = self.grad_scale
@@ -327,9 +327,8 @@ class FusedOptimizer(ReplayedOptimizer):
             parameter.grad = None
 
     def _check_whole(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                _table(parameter).check_whole("a state dict of its optimizer")
+        for parameter in self._parameters():
+            _table(parameter).check_whole("a state dict of its optimizer")
 
     def state_dict(self) -> StateDict:
         """State in torch's form: ``state`` by parameter number, and ``param_groups``.
@@ -342,6 +341,16 @@ class FusedOptimizer(ReplayedOptimizer):
         self._write_back()
         return super().state_dict()
 
+    def check_state_dict(self, state_dict: StateDict) -> None:
+        self._check_whole()
+        check_own_groups(state_dict["param_groups"])
+        super().check_state_dict(state_dict)
+        self._publish_state()
+        loaded = state_dict["state"]
+        for number, parameter in enumerate(self._parameters()):
+            name = _table(parameter).spec.name
+            check_table_state(name, loaded.get(number, {}), self.state[parameter])
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Copy hyperparameters and every table's state from ``state_dict``, in place.
@@ -351,15 +360,9 @@ class FusedOptimizer(ReplayedOptimizer):
                 that of an optimizer of torch; nothing is changed then.
             TypeError: for tables on disk; likewise.
         """
-        self._check_whole()
-        check_own_groups(state_dict["param_groups"])
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        self._publish_state()
+        self.check_state_dict(state_dict)
+        parameters, loaded = self._parameters(), state_dict["state"]
         self._write_back()
-        loaded = state_dict["state"]
-        for number, parameter in enumerate(parameters):
-            name = _table(parameter).spec.name
-            check_table_state(name, loaded.get(number, {}), self.state[parameter])
         super().load_state_dict({**state_dict, "state": {}})
         steps = {
             _table(parameter).group: float(loaded[number]["step"])

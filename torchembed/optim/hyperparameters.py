@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, StateDict
 
 ParamGroup: TypeAlias = dict[str, Any]
 """Parameter group of an optimizer, as torch has it: ``params``, and its hyperparameters by name."""
@@ -57,6 +57,27 @@ class ReplayedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: ParamsT, defaults: ParamGroup) -> None:
         self._device_lrs: dict[tuple[int, torch.device], tuple[float, Tensor]] = {}
         super().__init__(params, defaults)
+
+    def _parameters(self) -> list[Tensor]:
+        """The parameters of all groups, in the order of the numbers in a state dict."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def check_state_dict(self, state_dict: StateDict) -> None:
+        """Raise what :meth:`load_state_dict` would raise; changes nothing.
+
+        Raises:
+            ValueError: if ``param_groups`` are not as many, of as many parameters, as this
+                optimizer's.
+        """
+        own, loaded = (
+            [len(group["params"]) for group in groups]
+            for groups in (self.param_groups, state_dict["param_groups"])
+        )
+        if own != loaded:
+            raise ValueError(
+                f"param_groups of the state must be {len(own)}, of {own} parameters, "
+                f"got {len(loaded)}, of {loaded}"
+            )
 
     def before_replay(self) -> None:
         """Copy learning rates that were set since to the tensors that CUDA graphs of :meth:`step`

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT, StateDict
 
-from torchembed.optim.hyperparameters import ParamGroup
+from torchembed.optim.hyperparameters import ParamGroup, ReplayedOptimizer
 from torchembed.tables import table_of
 
 
@@ -31,7 +31,7 @@ class JointOptimizer(torch.optim.Optimizer):
     """Given by a ``GradScaler`` for the time of one step, as ``found_inf`` is."""
     found_inf: Tensor | int
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[ReplayedOptimizer]) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         super().__init__(groups, {})
         # Schedulers look for names in them. Set last, since groups are given what they lack.
@@ -39,8 +39,12 @@ class JointOptimizer(torch.optim.Optimizer):
         self.optimizers = list(optimizers)
         # Whoever steps the parts one by one: torch's schedulers ask whether this one was stepped.
         note = functools.partial(_note_step, weakref.ref(self))
+        # Whoever loads the parts one by one, as a checkpoint does, gives them groups of their own,
+        # and schedulers would change the former ones.
+        share = functools.partial(_share_groups_again, weakref.ref(self))
         for optimizer in self.optimizers:
             optimizer.register_step_post_hook(note)
+            optimizer.register_load_state_dict_post_hook(share)
         self._share_groups()
         # With this flag torch's scaler does not unscale but calls step, which refuses it.
         self._step_supports_amp_scaling = True
@@ -108,8 +112,9 @@ class JointOptimizer(torch.optim.Optimizer):
         """Copy hyperparameters and state from ``state_dict``, in place.
 
         Raises:
-            ValueError: if parameter groups, state names or shapes do not match. Where only those
-                of the dense part do not, the tables' state has been loaded.
+            ValueError: if parameter groups, state names or shapes of a part do not match; nothing
+                is changed then.
+            TypeError: for tables on disk; likewise.
         """
         if len(state_dict["param_groups"]) != len(self.param_groups):
             raise ValueError(
@@ -117,6 +122,7 @@ class JointOptimizer(torch.optim.Optimizer):
                 f"got {len(state_dict['param_groups'])}"
             )
         groups = iter(state_dict["param_groups"])
+        of_parts: list[StateDict] = []
         for first, part in zip(self._first_numbers(), self.optimizers, strict=True):
             own = [next(groups) for _ in part.param_groups]
             numbers = {number for group in own for number in group["params"]}
@@ -131,8 +137,10 @@ class JointOptimizer(torch.optim.Optimizer):
                     for group in own
                 ],
             }
+            part.check_state_dict(of_part)
+            of_parts.append(of_part)
+        for part, of_part in zip(self.optimizers, of_parts, strict=True):
             part.load_state_dict(of_part)
-        self._share_groups()
 
     def _first_numbers(self) -> list[int]:
         """The number of each part's first parameter."""
@@ -147,6 +155,12 @@ def _note_step(joint: "weakref.ref[JointOptimizer]", *_: object) -> None:
     """After a step of a part, as torch's schedulers note a step of the whole."""
     if (optimizer := joint()) is not None:
         optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _share_groups_again(joint: "weakref.ref[JointOptimizer]", *_: object) -> None:
+    """After a load of a part, whose groups are others since."""
+    if (optimizer := joint()) is not None:
+        optimizer._share_groups()
 
 
 def separate(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -11,6 +10,7 @@ from torchembed.core.types import OptimizerKind
 from torchembed.optim.dense import DenseOptimizer
 from torchembed.optim.dense_optimizers import DenseAdagrad, DenseAdam, DenseSGD
 from torchembed.optim.fused import FusedOptimizer
+from torchembed.optim.hyperparameters import ReplayedOptimizer
 from torchembed.optim.joint import JointOptimizer, split_parameters
 
 _ONLY_OF_TABLES = ("max_gradient", "stochastic_rounding")
@@ -43,7 +43,7 @@ class _WithDense(FusedOptimizer):
         if is_alone and not of_tables and not of_dense:
             raise ValueError("params must hold at least one parameter, got none")
         rest = {n: value for n, value in hyperparameters.items() if n not in _ONLY_OF_TABLES}
-        parts: list[torch.optim.Optimizer] = []
+        parts: list[ReplayedOptimizer] = []
         if of_tables or not is_alone:
             parts.append(cls(of_tables, **hyperparameters))  # type: ignore[call-arg]
         if of_dense:
