@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchembed.core.features import Features, SparseFeatures
 from torchembed.core.mixed_features import MixedFeatures
+from torchembed.modules.dense_part.errors import DeployError
 
 AnyFeatures: TypeAlias = Features | MixedFeatures
 Path: TypeAlias = tuple[str, ...]
@@ -39,6 +40,9 @@ class ArgumentTree:
         """
         Args:
             examples: the arguments: a tuple that is no named one for several, else the only one.
+
+        Raises:
+            DeployError: where several leaves would have one name.
         """
         positional = examples if type(examples) is tuple else (examples,)
         bound = inspect.signature(model.forward).bind(*positional)
@@ -52,7 +56,13 @@ class ArgumentTree:
         return ".".join(path[1:] if len(self._arguments) == 1 and len(path) > 1 else path)
 
     def _collect(self, path: Path, leaf: Tensor | AnyFeatures) -> None:
-        self.leaves[self._name(path)] = leaf
+        name = self._name(path)
+        if name in self.leaves:
+            raise DeployError(
+                f"examples must have a name of its own for each tensor, and several are named "
+                f"{name!r}; rename a key"
+            )
+        self.leaves[name] = leaf
 
     def with_leaves(self, leaves: Mapping[str, object]) -> list[Any]:
         """The arguments, positional ones, with other leaves in the places of the examples'."""

@@ -1,6 +1,6 @@
 """The parts of a model's result that answers have, and their names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -60,7 +60,7 @@ class OutputChoice:
                     f"out, got {list(given)}"
                 )
             pairs = zip(given, found.values(), strict=True)
-            found = {name: tensor for name, tensor in pairs if name is not None}
+            found = _distinct((name, tensor) for name, tensor in pairs if name is not None)
         if not found or DEFAULT_ROWS in found:
             raise DeployError(
                 f"outputs must be at least one, and none {DEFAULT_ROWS!r}, got {list(found)}"
@@ -92,5 +92,17 @@ def _named(result: Any) -> dict[str, Tensor]:
         raise DeployError(
             "model must return a tensor, or tensors in a tuple, list or mapping, got "
             f"{type(result).__name__}"
+        )
+    return _distinct(items)
+
+
+def _distinct(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Outputs by name, each of which has one of its own."""
+    items = list(items)
+    names = [name for name, _ in items]
+    bad = [n for n in names if not isinstance(n, str) or not n or names.count(n) > 1]
+    if bad:
+        raise DeployError(
+            f"outputs must have names that are strings, not empty and different, got {names}"
         )
     return dict(items)

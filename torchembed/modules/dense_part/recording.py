@@ -134,7 +134,7 @@ class Recording:
                     hotness = None if part.hotness is None else part.hotness[place]
                     # A weighted lookup makes it a weighted feature.
                     self._add(Feature(name=key, hotness=hotness, is_weighted=False))
-                    self.given[key] = _given(select_features(part, [place]))
+                    self._give(key, _given(select_features(part, [place])))
 
     def _add(self, feature: Feature) -> None:
         known = self.features.setdefault(feature.name, feature)
@@ -145,6 +145,18 @@ class Recording:
             )
         if feature.is_weighted:
             self.features[feature.name] = feature
+
+    def _give(self, name: str, given: GivenIds) -> None:
+        """Take note of the ids of a feature, which may come by several arguments and calls."""
+        known = self.given.setdefault(name, given)
+        for what, before, now in zip(GivenIds._fields, known, given, strict=True):
+            if before is not None and now is not None and not _are_equal(before, now):
+                raise DeployError(
+                    f"feature {name} must be the same in all arguments and lookups, since requests "
+                    f"give it once, and its {what} are not; give the others under another name"
+                )
+        if known.weights is None:
+            self.given[name] = known._replace(weights=given.weights)
 
     def _recorder(self, path: str) -> Any:
         def record(
@@ -214,7 +226,7 @@ class Recording:
         feature = Feature(name=place.name, hotness=place.hotness, is_weighted=weights is not None)
         self._add(feature)
         given = _given_to_module(ids, offsets, weights, batch_size)
-        self.given[place.name] = given
+        self._give(place.name, given)
         number = self._lookup(
             place.name,
             table,
@@ -256,6 +268,12 @@ _ARGUMENTS = ("input", "offsets", "per_sample_weights")
 
 def _own_memory(leaf: Tensor | AnyFeatures) -> Tensor | AnyFeatures:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """True for the same numbers in the same order, of whatever dtypes and shapes."""
+    dtype = torch.float64 if one.is_floating_point() else torch.int64
+    return torch.equal(one.flatten().cpu().to(dtype), other.flatten().cpu().to(dtype))
 
 
 def _given(features: SparseFeatures) -> GivenIds:

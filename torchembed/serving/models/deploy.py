@@ -4,9 +4,10 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,9 +17,11 @@ from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
 from torchembed.core.urls import is_url
 from torchembed.modules.dense_part.errors import DeployError
+from torchembed.modules.dense_part.forms import DenseInput
 from torchembed.modules.dense_part.recording import Recording
 from torchembed.modules.dense_part.table_modules import TableSource
 from torchembed.modules.dense_part.take_apart import TakenApart, take_apart
+from torchembed.serving.datatypes import DATATYPES, datatype_of
 from torchembed.serving.models.dense_program import (
     PROGRAM_FILE,
     WEIGHTS_FILE,
@@ -56,7 +59,7 @@ def deploy(
 
     Args:
         folder: the local folder of all models; the version is ``<folder>/<name>/<version>``.
-        version: a positive integer that the model does not have there yet.
+        version: a positive integer below 2**63 that the model does not have there yet.
         examples: the arguments of ``forward``, a tuple if there are several, with at least 2
             samples. Dense inputs have a row for each sample. Ids are sparse features, or tensors
             ``[B]`` or ``[B, n]`` that an ``Embedding`` or ``EmbeddingBag`` is called with, whole or
@@ -99,9 +102,10 @@ def deploy(
     def begin() -> None:
         if target.exists():
             raise FileExistsError(f"version must not be there yet, and {target} is; take another")
+        assert dense is not None
+        _check_inputs(dense.inputs)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        assert dense is not None
         (partial / PROGRAM_FILE).write_bytes(program_bytes(dense.program))
         write_weights(dense.weights, partial / WEIGHTS_FILE)
 
@@ -206,8 +210,8 @@ def _check_name(name: str, version: int) -> None:
             f"name must be 1 to 120 letters, digits, '.', '_' or '-', not '.' or '-' first, got "
             f"{name!r}"
         )
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise DeployError(f"version must be a positive integer, got {version!r}")
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 < version < 2**63:
+        raise DeployError(f"version must be a positive integer below 2**63, got {version!r}")
 
 
 def _check_dtype(dense_dtype: torch.dtype | None) -> None:
@@ -215,6 +219,17 @@ def _check_dtype(dense_dtype: torch.dtype | None) -> None:
         raise DeployError(
             f"dense_dtype must be torch.float16, torch.bfloat16 or None, got {dense_dtype}"
         )
+
+
+def _check_inputs(inputs: Sequence[DenseInput]) -> None:
+    for each in inputs:
+        try:
+            datatype_of(np.dtype(each.dtype))
+        except TypeError:
+            raise DeployError(
+                f"input {each.name} must have one of the datatypes that requests have, "
+                f"{', '.join(DATATYPES)}, got {each.dtype}; convert it in the model's forward"
+            ) from None
 
 
 def _check_tables(
@@ -236,7 +251,32 @@ def _check_tables(
                 f"rows of table {name} must have {dim} columns, got {source.embedding_dim}"
             )
     for name, table in recording.tables.items():
-        table.default(defaults.get(name))
+        default = table.default(defaults.get(name))
+        if not abs(default) <= torch.finfo(torch.float32).max:
+            raise DeployError(f"default of table {name} must be a number in float32, got {default}")
+    for name, store_name in shared.items():
+        if not isinstance(store_name, str) or not store_name:
+            raise DeployError(
+                f"store name of table {name} must be a string that is not empty, got {store_name!r}"
+            )
+    _check_folder_names(recording.tables)
+
+
+def _check_folder_names(tables: Collection[str]) -> None:
+    """Raise ``DeployError`` for tables whose rows cannot be in folders of their names."""
+    for name in tables:
+        is_none = any(not part or len(part.encode()) > 255 for part in name.split("/"))
+        if is_none or "\0" in name:
+            raise DeployError(
+                f"tables must have names that folders can have, of up to 255 bytes, got {name!r}; "
+                "rename it"
+            )
+        inner = [other for other in tables if other.startswith(f"{name}/")]
+        if inner:
+            raise DeployError(
+                f"tables must have folders of their own, and that of {inner[0]!r} is in that of "
+                f"{name!r}; rename one"
+            )
 
 
 def _sync(path: Path) -> None:
