@@ -308,6 +308,14 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             CriteoText(path, **arguments)
+    for message, arguments in {
+        "batch_size must be an int, got 2.5": {"batch_size": 2.5, "table_sizes": 1},
+        "table_sizes must be whole numbers, got 1.0": {"batch_size": 1, "table_sizes": 1.0},
+        "table_sizes must be whole numbers, got 2.5": {"batch_size": 1, "table_sizes": [1, 2.5]},
+    }.items():
+        with pytest.raises(TypeError, match=message):
+            CriteoText(path, **arguments)
+    assert CriteoText(path, batch_size=2, table_sizes=np.int64(7)).table_sizes == (7,) * 26
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,76 @@ def test_kinds_of_lists(tmp_path: Path, kind: str) -> None:
     assert reading.samples(source).ids == [[[1, 2], [3, 0]]]
 
 
+def test_counts_that_float32_rounds_are_read(tmp_path: Path) -> None:
+    """Prices in cents and times in seconds are greater than 2**24."""
+    counts = [2**24 + 1, 2**53 + 1, -(2**40)]
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"label": [0, 1, 0], "x": counts, "id": [1, 2, 3]}), path)
+    (batch,) = ParquetClicks(path, batch_size=3, table_sizes=5, dense=("x",), categorical=("id",))
+    expected = np.log1p(np.maximum(np.array(counts).astype(np.float32), 0))
+    assert batch.dense[:, 0].tolist() == expected.tolist()
+    with pytest.raises(ValueError, match="row 1, column x: must be 0 or 1, got 16777217"):
+        list(
+            ParquetClicks(
+                path, batch_size=3, table_sizes=5, label="x", dense=(), categorical=("id",)
+            )
+        )
+
+
+def test_files_may_differ_in_the_widths_of_columns(tmp_path: Path) -> None:
+    for number, (label, count, price, ids) in enumerate(
+        [
+            (pa.int64(), pa.int64(), pa.float64(), pa.list_(pa.int64())),
+            (pa.bool_(), pa.uint8(), pa.float32(), pa.large_list(pa.uint32())),
+        ]
+    ):
+        table = {
+            "label": pa.array([0, 1], pa.int8()).cast(label),
+            "count": pa.array([3 * number, None], count),
+            "price": pa.array([0.5, None], price),
+            "ids": pa.array([[number, 2], None], ids),
+        }
+        pq.write_table(pa.table(table), tmp_path / f"{number}.parquet")
+    source = ParquetClicks(
+        tmp_path, batch_size=3, table_sizes=10, dense=("count", "price"), categorical=("ids",)
+    )
+    found = reading.samples(source)
+    assert found.ids == [[[0, 2], [], [1, 2], []]]
+    assert found.labels.tolist() == [0, 1, 0, 1]
+    log = np.log1p(np.float32(3)).item()
+    assert found.dense.tolist() == [[0, 0.5], [0, 0], [log, 0.5], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("column", "first", "second", "message"),
+    [
+        (
+            "x",
+            [1, 2],
+            [1.0, None],
+            r"column x must hold counts \(integers\), as in .*0.parquet, got numbers \(floats or",
+        ),
+        ("id", [1, 2], [[1], []], "id must hold integers, as in .*, got lists of integers; write"),
+        ("id", [1, 2], ["1", "2"], "column id must hold integers, as in .*0.parquet, got texts"),
+    ],
+)
+def test_files_whose_columns_would_be_read_otherwise_are_named(
+    tmp_path: Path, column: str, first: list[Any], second: list[Any], message: str
+) -> None:
+    for number, values in enumerate((first, second)):
+        table = {"label": [0, 1], "x": [1, 2], "id": [1, 2], column: values}
+        pq.write_table(pa.table(table), tmp_path / f"{number}.parquet")
+    with pytest.raises(ValueError, match=f"1.parquet: .*{message}"):
+        ParquetClicks(
+            tmp_path,
+            batch_size=2,
+            table_sizes=5,
+            dense=("x",),
+            categorical=("id",),
+            raw_ids=True,
+        )
+
+
 def test_bad_labels_are_named(tmp_path: Path) -> None:
     for bad in (2, None):
         table = columns(50)

@@ -1,6 +1,7 @@
 """Batches from Parquet files, read with pyarrow."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,7 +15,14 @@ from torchembed.core.features import SparseFeatures
 from torchembed.data.batch import Batch
 from torchembed.data.criteo import CAT_NAMES, INT_NAMES
 from torchembed.data.data_path import DataPath, data_path, is_remote
-from torchembed.data.parquet_ids import id_column, is_list, is_text
+from torchembed.data.parquet_columns import (
+    dense_column,
+    dense_kind,
+    id_column,
+    id_kind,
+    is_list,
+    is_text,
+)
 from torchembed.data.source import (
     BatchSource,
     BatchTask,
@@ -113,8 +121,9 @@ class ParquetClicks(BatchSource):
     Raises:
         FileNotFoundError: if there are no files.
         TypeError: if ``dense`` or ``categorical`` is a string.
-        ValueError: for a damaged file, a missing column or one of another type; while reading, for
-            a label that is not 0 or 1. Names the file, the column and the row (from 1).
+        ValueError: for a damaged file, a missing column or one of another type, also than in the
+            first file; while reading, for a label that is not 0 or 1. Names the file, the column
+            and the row (from 1).
     """
 
     def __init__(
@@ -151,8 +160,10 @@ class ParquetClicks(BatchSource):
         )
         self.label, self.dense = label, tuple(dense)
         files = parquet_files(data_path(path))
-        for file in files:
-            self._check_schema(file)
+        first, *others = files
+        kinds = self._column_kinds(first)
+        for file in others:
+            _check_same_kinds(first, kinds, file, self._column_kinds(file))
         chosen = choose_rows(files, split, held_out, _count_rows)
         stretches = [
             _Stretch(file, start, _count_rows(file) if stop is None else stop)
@@ -213,7 +224,12 @@ class ParquetClicks(BatchSource):
                         if row >= stop:
                             break
 
-    def _check_schema(self, path: DataPath) -> None:
+    def _column_kinds(self, path: DataPath) -> dict[str, str]:
+        """In words what decides how each dense column and each column of ids is read.
+
+        Raises:
+            ValueError: for a missing column or one of another type.
+        """
         with _open(path) as file:
             schema = file.schema_arrow
         import pyarrow.types as types
@@ -249,28 +265,30 @@ class ParquetClicks(BatchSource):
                     raise ValueError(
                         f"{path}: column {name} must hold {required}, got {kind}; {advice}"
                     )
+        of_dense = {name: dense_kind(schema.field(name).type) for name in self.dense}
+        return of_dense | {name: id_kind(schema.field(name).type) for name in self.keys}
 
     def _batch(self, parts: list[_Rows]) -> Batch:
-        import pyarrow as pa
-
         labels = np.concatenate([self._labels(*part) for part in parts])
-        table = pa.Table.from_batches([rows for _, _, rows in parts])
         dense = np.empty((len(labels), self.num_dense), np.float32)
-        for column, name in enumerate(self.dense):
-            dense[:, column] = _dense_column(table.column(name))
-        ids, lengths = zip(
-            *(
-                id_column(table.column(name), None if self.raw_ids else size)
-                for name, size in zip(self.keys, self.table_sizes, strict=True)
-            ),
-            strict=True,
-        )
+        for number, name in enumerate(self.dense):
+            dense[:, number] = np.concatenate(list(map(dense_column, _columns(parts, name))))
+        ids: list[NDArray[np.int64]] = []
+        lengths: list[NDArray[np.int64] | None] = []
+        for name, size in zip(self.keys, self.table_sizes, strict=True):
+            read = [
+                id_column(column, None if self.raw_ids else size)
+                for column in _columns(parts, name)
+            ]
+            ids.append(np.concatenate([found for found, _ in read]))
+            counts = [found for _, found in read if found is not None]
+            lengths.append(np.concatenate(counts) if counts else None)
         jagged = any(column is not None for column in lengths)
         offsets = None
         if jagged:
             ones = np.ones(len(labels), np.int64)
-            counts = [ones if column is None else column for column in lengths]
-            offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(counts))]))
+            every = [ones if column is None else column for column in lengths]
+            offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(every))]))
         sparse = SparseFeatures(
             keys=self.keys,
             values=torch.from_numpy(np.concatenate(ids)),
@@ -284,7 +302,7 @@ class ParquetClicks(BatchSource):
         self, path: DataPath, first_row: int, rows: "pa.RecordBatch"
     ) -> NDArray[np.float32]:
         column = rows.column(self.label)
-        labels = column.cast("float32").to_numpy(zero_copy_only=False)
+        labels = column.cast("float32", safe=False).to_numpy(zero_copy_only=False)
         bad = (labels != 0) & (labels != 1)
         if bad.any():
             row = int(bad.argmax())
@@ -332,8 +350,22 @@ def _read_group(
         raise ValueError(f"{path}: row group {group} is damaged ({error})") from error
 
 
-def _dense_column(column: "pa.ChunkedArray") -> NDArray[np.float32]:
-    import pyarrow.types as types
+def _columns(parts: list[_Rows], name: str) -> "Iterator[pa.ChunkedArray]":
+    """Column ``name`` of ``parts``, those of one type as one: files may differ in its width."""
+    import pyarrow as pa
 
-    values = column.cast("float32").fill_null(0.0).to_numpy()
-    return np.log1p(np.maximum(values, 0)) if types.is_integer(column.type) else values
+    columns = (part.rows.column(name) for part in parts)
+    for _, of_type in itertools.groupby(columns, lambda column: column.type):
+        yield pa.chunked_array(list(of_type))
+
+
+def _check_same_kinds(
+    first: DataPath, of_first: dict[str, str], path: DataPath, of_path: dict[str, str]
+) -> None:
+    """Raise ``ValueError`` where a column would be read in another way than that of ``first``."""
+    for name, kind in of_path.items():
+        if kind != of_first[name]:
+            raise ValueError(
+                f"{path}: column {name} must hold {of_first[name]}, as in {first}, got {kind}; "
+                "write it as one type in all files"
+            )

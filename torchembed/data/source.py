@@ -2,9 +2,10 @@
 
 import enum
 import itertools
+import numbers
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchembed.data.batch import Batch
@@ -78,6 +79,8 @@ class BatchSource(ABC):
         world_size: int,
         raw_ids: bool = False,
     ) -> None:
+        if not isinstance(batch_size, numbers.Integral):
+            raise TypeError(f"batch_size must be an int, got {batch_size!r}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if not 0 <= rank < world_size:
@@ -146,7 +149,11 @@ def check_days(paths: Sequence[DataPath]) -> None:
 
 
 def _each_table_size(table_sizes: int | Sequence[int], num_features: int) -> tuple[int, ...]:
-    sizes = (table_sizes,) * num_features if isinstance(table_sizes, int) else tuple(table_sizes)
+    given = (table_sizes,) * num_features if not isinstance(table_sizes, Iterable) else table_sizes
+    sizes = tuple(given)
+    for size in sizes:
+        if not isinstance(size, numbers.Integral):
+            raise TypeError(f"table_sizes must be whole numbers, got {size!r}")
     if len(sizes) != num_features:
         raise ValueError(
             f"table_sizes must be one number or {num_features}, one for each feature, "
@@ -154,7 +161,7 @@ def _each_table_size(table_sizes: int | Sequence[int], num_features: int) -> tup
         )
     if min(sizes, default=1) < 1:
         raise ValueError(f"table_sizes must be at least 1, got {min(sizes)}")
-    return sizes
+    return tuple(map(int, sizes))
 
 
 def choose_rows(

@@ -1,4 +1,4 @@
-"""Ids of columns of Parquet files."""
+"""Numbers and ids of columns of Parquet files."""
 
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,29 @@ def is_text(kind: "pa.DataType") -> bool:
     if types.is_dictionary(kind):
         kind = kind.value_type
     return types.is_string(kind) or types.is_large_string(kind)
+
+
+def dense_kind(kind: "pa.DataType") -> str:
+    """In words what :func:`dense_column` takes a column of this type for."""
+    import pyarrow.types as types
+
+    return "counts (integers)" if types.is_integer(kind) else "numbers (floats or booleans)"
+
+
+def id_kind(kind: "pa.DataType") -> str:
+    """In words what :func:`id_column` takes a column of this type for."""
+    of_ids = kind.value_type if is_list(kind) else kind
+    ids = "texts" if is_text(of_ids) else "integers"
+    return f"lists of {ids}" if is_list(kind) else ids
+
+
+def dense_column(column: "pa.ChunkedArray") -> NDArray[np.float32]:
+    """Numbers as they are, and the logarithms of counts; 0 where they are missing."""
+    import pyarrow.types as types
+
+    # Unsafe, since a safe cast refuses integers that float32 rounds.
+    values = column.cast("float32", safe=False).fill_null(0.0).to_numpy()
+    return np.log1p(np.maximum(values, 0)) if types.is_integer(column.type) else values
 
 
 def id_column(
