@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,6 +209,25 @@ def test_what_cannot_be_recorded_is_refused(device: torch.device) -> None:
     module._tables[0].is_sharded = True
     with pytest.raises(RuntimeError, match=r"table a is sharded, .* TrainPipeline\(max_grad_norm"):
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+
+
+def test_torchs_clipping_is_refused_for_tables_on_disk(tmp_path: Path) -> None:
+    pytest.importorskip("rocksdict", reason="tables on disk are kept by rocksdict")
+    storage = torchembed.Disk(path=tmp_path, host_rows=8, cache_rows=2)
+    model = nn.Sequential(torchembed.EmbeddingBag(8, 4, storage=storage), nn.Linear(4, 1))
+    optimizer = SGD.with_dense(model.parameters(), lr=0.1)
+    model(torch.tensor([[1, 2]])).sum().backward()
+    parameters = list(model.parameters())[::-1]  # dense ones would be clipped first
+    before = [None if p.is_meta else p.grad.clone() for p in parameters]  # type: ignore[union-attr]
+    with pytest.raises(
+        RuntimeError, match=r"table weight is on disk, .* torchembed\.optim\.clip_grad_norm_, or"
+    ):
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+    for parameter, kept in zip(parameters, before, strict=True):
+        if kept is not None:
+            assert_same_bits(parameter.grad, kept)
+    assert torchembed.optim.clip_grad_norm_(parameters, 0.1) > 0.1
+    optimizer.step()
 
 
 def test_moved_and_cast_tables_keep_what_is_recorded(device: torch.device) -> None:

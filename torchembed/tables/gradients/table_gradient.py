@@ -103,6 +103,15 @@ class TableGradient(Tensor):
                 "ranks; clip by TrainPipeline(max_grad_norm=...) or "
                 "torchembed.optim.clip_grad_norm_(..., group=...), or give dense parameters alone"
             )
+        if table.parameter.is_meta:
+            # Torch would bring the norm, or the factor that it clips by, to the device of weight,
+            # where both have no value, after it has clipped other parameters.
+            raise RuntimeError(
+                f"table {table.spec.name} is on disk, and the norm of its gradient is not on the "
+                "device of its weight, which is meta; clip by "
+                "TrainPipeline(max_grad_norm=...) or torchembed.optim.clip_grad_norm_, or take the "
+                "norm of weight.grad.clone()"
+            )
         dims, *_ = [*others, named.get("dim")]
         if not order > 0 or dims is not None:
             return torch.linalg.vector_norm(self.as_dense(), order, *others, **named)
