@@ -419,7 +419,9 @@ def test_what_it_cannot_take(device: torch.device) -> None:
         DenseSGD(nn.Linear(3, 3, device=device).parameters(), dtype=torch.int8)
     with pytest.raises(ValueError, match="lr must not be negative, got -1"):
         DenseSGD(nn.Linear(3, 3, device=device).parameters(), lr=-1.0)
-    with pytest.raises(ValueError, match=r"betas must be in \[0, 1\), got \(1.0, 0.5\)"):
+    with pytest.raises(
+        ValueError, match=r"betas must be two numbers in \[0, 1\), got \(1.0, 0.5\)"
+    ):
         DenseAdam(nn.Linear(3, 3, device=device).parameters(), betas=(1.0, 0.5))
 
 

@@ -239,7 +239,8 @@ def test_dense_parameters_are_refused(device: torch.device) -> None:
         (Adagrad, {"initial_accumulator_value": -1.0}, "initial_accumulator_value must not be neg"),
         (Adam, {"eps": -1.0}, "eps must not be negative"),
         (SGD, {"lr": "0.1"}, "lr must be a number, got '0.1'"),
-        (Adam, {"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
+        (Adam, {"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        (Adam, {"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), got \(0.9,\)"),
     ],
 )
 def test_settings_out_of_range_are_refused(

@@ -149,6 +149,21 @@ def test_groups_and_what_only_tables_have(device: torch.device) -> None:
     assert "max_gradient" not in dense
 
 
+def test_parameters_may_have_names(device: torch.device) -> None:
+    models = [TablesAndLayer(device) for _ in range(2)]
+    optimizers = [
+        Adam.with_dense(models[0].parameters(), lr=0.1),
+        Adam.with_dense(models[1].named_parameters(), lr=0.1),
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model.loss(0).backward()
+        optimizer.step()
+    assert_equal(*models)
+    names = [name for group in optimizers[1].param_groups for name in group["param_names"]]
+    assert sorted(names) == sorted(name for name, _ in models[1].named_parameters())
+    optimizers[1].load_state_dict(optimizers[1].state_dict())
+
+
 def test_one_kind_alone(device: torch.device) -> None:
     model = TablesAndLayer(device)
     assert [type(o) for o in SGD.with_dense(model.dense.parameters()).optimizers] == [DenseSGD]
@@ -238,5 +253,8 @@ def test_parameters_are_split_into_those_of_tables_and_dense_ones() -> None:
     split = torchembed.optim.split_parameters(grouped)
     assert [group["lr"] for group in (*split.tables, *split.dense)] == [0.5, 0.5]
     assert torchembed.optim.split_parameters(dense.parameters()).tables == []
+    named = torchembed.optim.split_parameters(model.named_parameters())
+    names = [[name for name, _ in group["params"]] for part in named for group in part]
+    assert names == [["0.weight"], ["1.weight", "1.bias"]]
     with pytest.raises(TypeError, match=r"got Linear; pass model\.parameters\(\)"):
         torchembed.optim.split_parameters(dense)  # type: ignore[arg-type]

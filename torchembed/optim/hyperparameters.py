@@ -17,8 +17,8 @@ def check_hyperparameters(defaults: ParamGroup) -> None:
     for what is no number; a tensor is not read, since that would wait for a GPU."""
     for name, value in defaults.items():
         if name == "betas":
-            if not all(0.0 <= beta < 1.0 for beta in value):
-                raise ValueError(f"betas must be in [0, 1), got {value}")
+            if len(value) != 2 or not all(0.0 <= beta < 1.0 for beta in value):
+                raise ValueError(f"betas must be two numbers in [0, 1), got {value}")
         elif not isinstance(value, Tensor):
             if not isinstance(value, numbers.Real):
                 raise TypeError(f"{name} must be a number, got {value!r}")

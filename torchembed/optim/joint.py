@@ -186,7 +186,8 @@ def split_parameters(params: ParamsT, only_of_tables: Sequence[str] = ()) -> Spl
     ``shard_embeddings``.
 
     Args:
-        params: tensors, or parameter groups of them; a group with both kinds becomes two.
+        params: tensors, with or without names as ``named_parameters()`` gives them, or parameter
+            groups of them; a group with both kinds becomes two.
         only_of_tables: hyperparameters that dense groups go without.
 
     Raises:
@@ -205,11 +206,16 @@ def split_parameters(params: ParamsT, only_of_tables: Sequence[str] = ()) -> Spl
     for group in groups:
         members = group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
-        tables = [parameter for parameter in members if table_of(parameter) is not None]
-        dense = [parameter for parameter in members if table_of(parameter) is None]
+        tables = [member for member in members if table_of(_parameter_of(member)) is not None]
+        dense = [member for member in members if table_of(_parameter_of(member)) is None]
         if tables:
             of_tables.append({**group, "params": tables})
         if dense:
             kept = {name: value for name, value in group.items() if name not in only_of_tables}
             of_dense.append({**kept, "params": dense})
     return SplitParameters(of_tables, of_dense)
+
+
+def _parameter_of(member: Tensor | tuple[str, Tensor]) -> Tensor:
+    """The parameter of a member of a group, which may come with its name."""
+    return member[1] if isinstance(member, tuple) else member
