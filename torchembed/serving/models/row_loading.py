@@ -2,7 +2,6 @@
 
 import hashlib
 import threading
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -53,40 +52,50 @@ class RowLoader:
         with self._lock:
             return self._version(rows)
 
-    def load(
-        self, rows: RowsOf, version: int, source: Callable[[], RowSource], lookup: LeveledLookup
-    ) -> None:
-        """Write the rows of a version through a lookup. Where rows of it or of a later one are in
-        the lowest level, levels that begin empty with each process get their share of those.
+    def is_due(self, rows: RowsOf, version: int, lookup: LeveledLookup) -> bool:
+        """True where :meth:`load` is to write rows of a version.
+
+        A static cache has no store that may have the rows: it is loaded from the folder each time.
+        """
+        if lookup.levels is None:
+            return True
+        return self._is_loading and self.version(rows) < version
+
+    def load(self, rows: RowsOf, version: int, source: RowSource, lookup: LeveledLookup) -> None:
+        """Write the rows of a version through a lookup.
 
         Rows that the version does not have are deleted, where earlier ones of the model were loaded
-        under that name. A static cache has no store that may have the rows: it is loaded from the
-        folder each time. Of one that holds whole tables above stores the rows are read from these.
+        under that name.
 
         Args:
-            source: opens the rows of the version.
+            source: of the rows of the version.
 
         Raises:
             ValueError, OSError: where the rows cannot be read; where a static cache has no room, or
                 other rows of that name.
             RowStoreError, OSError: where they cannot be stored. Loading again does no harm.
         """
+        keys = _write(source, rows.store_name, lookup)
         if lookup.levels is None:
-            _write(source(), rows.store_name, lookup)
             return
-        earlier = self.version(rows)
-        if not self._is_loading or earlier >= version:
-            if rows.store_name not in self._present:
-                lookup.levels.fill(rows.store_name)
-                self._present.add(rows.store_name)
-            lookup.read_all(rows.store_name)
-            return
-        keys = _write(source(), rows.store_name, lookup)
         self._present.add(rows.store_name)
-        if earlier:
+        if self.version(rows):
             _delete_others(keys, rows.store_name, lookup)
         lookup.levels.sync()
         self.note(rows, version)
+
+    def take(self, rows: RowsOf, lookup: LeveledLookup) -> None:
+        """Take rows that the lowest level has: levels that begin empty with each process get their
+        share of them, and a cache that holds whole tables all.
+
+        Raises:
+            RowStoreError, OSError: where they cannot be read.
+        """
+        assert lookup.levels is not None
+        if rows.store_name not in self._present:
+            lookup.levels.fill(rows.store_name)
+            self._present.add(rows.store_name)
+        lookup.read_all(rows.store_name)
 
     def note(self, rows: RowsOf, version: int) -> None:
         """Have it on record that rows are of ``version``, unless they are of a later one."""

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 from torchembed.checkpoints import RowSource
@@ -88,10 +88,6 @@ class VersionLoader:
                 for served, _ in tables.values():
                     rows = RowsOf(name, served.name)
                     releasing.callback(self._drop, token, rows, lookups[served.name])
-            for table, (served, _) in tables.items():
-                rows = RowsOf(name, served.name)
-                source = _source(folder, table, served.dim, options)
-                self.rows.load(rows, number, source, lookups[served.name])
             version = LoadedVersion(
                 folder,
                 description,
@@ -100,11 +96,36 @@ class VersionLoader:
                 options.device,
                 options.captured_sizes,
             )
+            # Before any row is written: by those that versions share the current one answers.
+            version.warm()
+            self._load_rows(folder, name, number, tables, lookups, options)
             version.warm()
             answering = version
             if options.batching is not None:
                 answering = releasing.enter_context(DynamicBatcher(version, options.batching))
             return VersionLease(version, answering, releasing.pop_all().close)
+
+    def _load_rows(
+        self,
+        folder: Path,
+        name: str,
+        number: int,
+        tables: Mapping[str, tuple[ServedTable, int]],
+        lookups: Mapping[str, LeveledLookup],
+        options: ModelOptions,
+    ) -> None:
+        """Have the rows of a version in the levels, once all of its tables are checked."""
+        found: list[tuple[RowsOf, RowSource | None]] = []
+        for table, (served, _) in tables.items():
+            rows, source = RowsOf(name, served.name), None
+            if self.rows.is_due(rows, number, lookups[served.name]):
+                source = _source(folder, table, served.dim, options)
+            found.append((rows, source))
+        for rows, source in found:
+            if source is None:
+                self.rows.take(rows, lookups[rows.store_name])
+            else:
+                self.rows.load(rows, number, source, lookups[rows.store_name])
 
     def _forget(self, token: object) -> None:
         """Count the bytes of a version no more."""
@@ -125,12 +146,12 @@ class VersionLoader:
             _logger.warning("rows of table %s stay in the stores: %s", rows.store_name, error)
 
 
-def _source(folder: Path, table: str, dim: int, options: ModelOptions) -> Callable[[], RowSource]:
-    """Opens the rows of a table of a version."""
+def _source(folder: Path, table: str, dim: int, options: ModelOptions) -> RowSource:
+    """The rows of a table of a version, checked."""
     folders = options.hugectr_folders.get(table)
     if folders is None:
-        return lambda: open_table(folder, table)
-    return lambda: open_hugectr_table(folders, table, dim)
+        return open_table(folder, table)
+    return open_hugectr_table(folders, table, dim)
 
 
 def served_tables(
