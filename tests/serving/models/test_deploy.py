@@ -136,6 +136,7 @@ def test_models_that_cannot_be_served_are_named(
         ({"defaults": {"t0": float("nan")}}, "default of table t0 must be .*float32, got nan"),
         ({"defaults": {"t0": -1e39}}, r"default of table t0 must be a number .*, got -1e\+39"),
         ({"store_names": {"x": "y"}}, "store_names must name tables of the model"),
+        ({"store_names": {"t0": "x", "t1": "x"}}, "store_names must be different for different"),
         ({"store_names": {"t0": ""}}, "store name of table t0 must be a string .*, got ''"),
         (
             {"dense_dtype": torch.float64},

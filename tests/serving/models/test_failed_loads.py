@@ -1,9 +1,11 @@
-"""Versions that cannot be loaded change no row by which others answer."""
+"""Versions that cannot be loaded change no row by which others answer, and those that were
+deployed anew are loaded with their own."""
 
 import dataclasses
 import shutil
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import torchembed
 from tests.support.served_lookups import options_over
 from torchembed.serving.models import ModelRepository, deploy, read_description
 from torchembed.serving.models.description import FileForm
-from torchembed.stores import MemoryStore
+from torchembed.stores import MemoryStore, RocksDBStore, StoreFullError
 
 NUM_ROWS = 8
 
@@ -85,6 +87,74 @@ def test_a_damaged_table_leaves_the_rows_of_others(tmp_path: Path) -> None:
         folder = deploy_stamped(tmp_path, 2, stamp=2.0)
         (rows,) = (folder / "tables" / "other").glob("*.safetensors")
         rows.write_bytes(rows.read_bytes()[:-4] + b"\1\2\3\4")
-        with pytest.raises(ValueError, match="table other of .* is corrupt"):
+        with pytest.raises(ValueError, match=r"table other of .* is corrupt"):
             repository.load("m")
         assert stamps(repository) == ("1", {1.0})
+
+
+def replace_stamped(folder: Path, version: int, stamp: float) -> None:
+    shutil.rmtree(folder / "m" / str(version))
+    deploy_stamped(folder, version, stamp)
+
+
+def test_a_version_that_was_deployed_anew_is_loaded_again(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    deploy_stamped(models, 1, stamp=1.0)
+    with MemoryStore() as store, ModelRepository(models, options_over(store)) as repository:
+        repository.start()
+        repository.unload("m")
+        replace_stamped(models, 1, stamp=5.0)
+        repository.load("m")
+        assert stamps(repository) == ("1", {5.0})
+
+
+def test_a_version_that_was_deployed_anew_replaces_rows_on_disk(tmp_path: Path) -> None:
+    pytest.importorskip("rocksdict")
+    models = tmp_path / "models"
+    deploy_stamped(models, 1, stamp=1.0)
+
+    def serve(expected: float, updated: float | None = None) -> None:
+        with (
+            RocksDBStore(tmp_path / "rows") as store,
+            ModelRepository(models, options_over(store), records=store) as repository,
+        ):
+            repository.start()
+            assert stamps(repository) == ("1", {expected})
+            for table, dim in (("one", 3), ("other", 2)) if updated else ():
+                rows = torch.full((NUM_ROWS, dim), updated)
+                repository.apply_rows("m", table, torch.arange(NUM_ROWS), rows, version=1)
+
+    serve(1.0, updated=2.0)
+    serve(2.0)  # what updates have overtaken is not loaded again
+    replace_stamped(models, 1, stamp=5.0)
+    serve(5.0, updated=6.0)
+    serve(6.0)
+
+
+class _Filling(MemoryStore):
+    """Takes no rows of one of the tables while it is full."""
+
+    is_full = False
+
+    def _check_table_writable(self, table: Any) -> None:
+        if self.is_full and table.name == "m/other":
+            raise StoreFullError("there is no room")
+        super()._check_table_writable(table)
+
+
+@pytest.mark.parametrize("next_version", [1, 2])
+def test_rows_that_a_load_left_half_written_are_loaded_again(
+    next_version: int, tmp_path: Path
+) -> None:
+    deploy_stamped(tmp_path, 1, stamp=1.0)
+    with _Filling() as store, ModelRepository(tmp_path, options_over(store)) as repository:
+        repository.start()
+        deploy_stamped(tmp_path, 2, stamp=2.0)
+        store.is_full = True
+        with pytest.raises(ValueError, match="there is no room"):
+            repository.load("m")
+        assert stamps(repository) == ("1", {1.0, 2.0})
+        store.is_full = False
+        repository.unload("m")
+        repository.load("m", str(next_version))
+        assert stamps(repository) == (str(next_version), {float(next_version)})

@@ -259,6 +259,10 @@ def _check_tables(
             raise DeployError(
                 f"store name of table {name} must be a string that is not empty, got {store_name!r}"
             )
+    if len(set(shared.values())) != len(shared):
+        raise DeployError(
+            f"store_names must be different for different tables of a model, got {dict(shared)}"
+        )
     _check_folder_names(recording.tables)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchembed.checkpoints import RowSource
+from torchembed.checkpoints.rows.row_folder import INDEX
 from torchembed.serving.levels import LeveledLookup, ServedTable
 from torchembed.serving.models.description import DeployedTable, ModelDescription
 from torchembed.serving.models.dynamic_batcher import DynamicBatcher
@@ -14,6 +15,7 @@ from torchembed.serving.models.errors import ModelFolderError
 from torchembed.serving.models.loaded_version import LoadedVersion
 from torchembed.serving.models.memory_needs import check_needs, memory_needs
 from torchembed.serving.models.model_folder import (
+    TABLES_FOLDER,
     check_files,
     num_hugectr_rows,
     open_hugectr_table,
@@ -98,7 +100,7 @@ class VersionLoader:
             )
             # Before any row is written: by those that versions share the current one answers.
             version.warm()
-            self._load_rows(folder, name, number, tables, lookups, options)
+            self._load_rows(folder, description, tables, lookups, options)
             version.warm()
             answering = version
             if options.batching is not None:
@@ -108,24 +110,27 @@ class VersionLoader:
     def _load_rows(
         self,
         folder: Path,
-        name: str,
-        number: int,
+        description: ModelDescription,
         tables: Mapping[str, tuple[ServedTable, int]],
         lookups: Mapping[str, LeveledLookup],
         options: ModelOptions,
     ) -> None:
         """Have the rows of a version in the levels, once all of its tables are checked."""
-        found: list[tuple[RowsOf, RowSource | None]] = []
+        due: dict[RowsOf, tuple[RowSource, int | None]] = {}
         for table, (served, _) in tables.items():
-            rows, source = RowsOf(name, served.name), None
-            if self.rows.is_due(rows, number, lookups[served.name]):
-                source = _source(folder, table, served.dim, options)
-            found.append((rows, source))
-        for rows, source in found:
-            if source is None:
-                self.rows.take(rows, lookups[rows.store_name])
+            content = _content(description, table, options)
+            rows = RowsOf(description.name, served.name)
+            if self.rows.is_due(rows, description.version, content, lookups[served.name]):
+                due[rows] = _source(folder, table, served.dim, options), content
             else:
-                self.rows.load(rows, number, source, lookups[rows.store_name])
+                self.rows.take(rows, lookups[served.name])
+        for rows in due:
+            self.rows.note_begun(rows)
+        for rows, (source, _) in due.items():
+            self.rows.load(rows, source, lookups[rows.store_name])
+        for rows, (_, content) in due.items():
+            if lookups[rows.store_name].levels is not None:
+                self.rows.note_loaded(rows, description.version, content)
 
     def _forget(self, token: object) -> None:
         """Count the bytes of a version no more."""
@@ -144,6 +149,15 @@ class VersionLoader:
         except (OSError, RowStoreError) as error:
             # The version is let go of all the same, and rows that nobody reads do no harm.
             _logger.warning("rows of table %s stay in the stores: %s", rows.store_name, error)
+
+
+def _content(description: ModelDescription, table: str, options: ModelOptions) -> int | None:
+    """A number of the rows of a table in the folder of a version, by the checksums of their files;
+    None of those of HugeCTR, which have none."""
+    index = description.files.get(f"{TABLES_FOLDER}/{table}/{INDEX}")
+    if index is None or table in options.hugectr_folders:
+        return None
+    return (index.num_bytes << 32 | index.crc32) & (2**63 - 1)
 
 
 def _source(folder: Path, table: str, dim: int, options: ModelOptions) -> RowSource:
