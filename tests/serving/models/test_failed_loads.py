@@ -113,7 +113,7 @@ def test_a_version_that_was_deployed_anew_replaces_rows_on_disk(tmp_path: Path) 
     models = tmp_path / "models"
     deploy_stamped(models, 1, stamp=1.0)
 
-    def serve(expected: float, updated: float | None = None) -> None:
+    def serve(expected: float, updated: float = 0.0) -> None:
         with (
             RocksDBStore(tmp_path / "rows") as store,
             ModelRepository(models, options_over(store), records=store) as repository,
@@ -121,7 +121,7 @@ def test_a_version_that_was_deployed_anew_replaces_rows_on_disk(tmp_path: Path) 
             repository.start()
             assert stamps(repository) == ("1", {expected})
             for table, dim in (("one", 3), ("other", 2)) if updated else ():
-                rows = torch.full((NUM_ROWS, dim), updated)
+                rows = torch.ones(NUM_ROWS, dim) * updated
                 repository.apply_rows("m", table, torch.arange(NUM_ROWS), rows, version=1)
 
     serve(1.0, updated=2.0)

@@ -7,7 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchembed.modules.dense_part.forms import DEFAULT_ROWS, Argument, ArgumentKind
+from torchembed.modules.dense_part.forms import (
+    DEFAULT_ROWS,
+    Argument,
+    ArgumentKind,
+    Combining,
+)
 from torchembed.serving.interface import Answer, InvalidRequestError, ModelForm
 from torchembed.serving.levels import LeveledLookup
 from torchembed.serving.models.captured_forward import (
@@ -138,14 +143,30 @@ class LoadedVersion:
 
     def warm(self) -> None:
         """Answer made-up requests, so that the first real one finds all compiled and in memory."""
-        jagged = {f.name for f in self.description.features if f.hotness is None}
-        without_ids = jagged | {f"{name}.weights" for name in jagged}
         for num_samples in _WARM_SAMPLES:
-            inputs = {}
-            for form in self.form.inputs:
-                size = 0 if form.name in without_ids else num_samples
-                inputs[form.name] = np.zeros((size, *form.shape[1:]), dtype=form.dtype)
-            self.answer(inputs)
+            self.answer(self._made_up(num_samples))
+
+    def try_dense_part(self) -> None:
+        """Run the dense part for made-up requests, without a lookup, so that one that cannot run here
+        fails before rows are loaded."""
+        for num_samples in _WARM_SAMPLES:
+            request = check_request(self.description, self._made_up(num_samples))
+            vectors: dict[int, Tensor] = {}
+            for number, lookup in enumerate(self.description.lookups):
+                is_each = lookup.combining is Combining.EACH
+                count = len(request.features[lookup.feature].ids) if is_each else num_samples
+                dim = self.description.table(lookup.table).dim
+                vectors[number] = torch.zeros(count, dim, device=self._device)
+            arguments = [self._argument(a, request, vectors) for a in self.description.arguments]
+            self._program.run(self.weights.tensors, arguments)
+
+    def _made_up(self, num_samples: int) -> dict[str, np.ndarray]:
+        """A request of zeros, without ids of jagged features."""
+        inputs, jagged = {}, self.description.jagged_inputs
+        for form in self.form.inputs:
+            size = 0 if form.name in jagged else num_samples
+            inputs[form.name] = np.zeros((size, *form.shape[1:]), dtype=form.dtype)
+        return inputs
 
     def _argument(
         self, argument: Argument, request: Request, vectors: Mapping[int, Tensor]

@@ -99,7 +99,7 @@ class VersionLoader:
                 options.captured_sizes,
             )
             # Before any row is written: by those that versions share the current one answers.
-            version.warm()
+            version.try_dense_part()
             self._load_rows(folder, description, tables, lookups, options)
             version.warm()
             answering = version
