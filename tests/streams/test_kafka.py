@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.kafka_brokers import Brokers, running_brokers
 from torchembed.core.key_partitions import partition_of
+from torchembed.serving.updates.update_order import UpdateOrder
 from torchembed.streams import (
     DeliveryError,
     DenseUpdate,
@@ -108,6 +109,23 @@ def test_rows_deletions_and_dense_parts_arrive(brokers: Brokers, dtype: torch.dt
     assert whole.tensors.keys() == dense.keys()
     for name, tensor in dense.items():
         assert torch.equal(whole.tensors[name], tensor)
+
+
+def test_publishers_that_begin_at_once_are_told_apart(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ranks do, and as one that begins again does after the clock was set back."""
+    monkeypatch.setattr(time, "time_ns", lambda: 1_700_000_000_000_000_000)
+    with UpdateSource(brokers.addresses, "g", QUICK) as source:
+        for _ in range(3):
+            with UpdatePublisher(brokers.addresses) as publisher:
+                publisher.publish_rows("m", "t", torch.tensor([7]), torch.ones(1, 2), version=1)
+        updates = updates_until(source, 3)
+    order = UpdateOrder()
+    for update in updates:
+        assert order.why_not(update) is None
+        order.note_applied([update])
+    assert len({update.origin.publisher for update in updates}) == 3
 
 
 def test_topics_are_found_while_a_source_runs_by_the_default_filter(
@@ -368,6 +386,8 @@ def test_wrong_arguments_are_told(brokers: Brokers) -> None:
         PublisherOptions(client_settings={"acks": "0"})
     with pytest.raises(ValueError, match=r"topic_filters must be regular .* got '\('"):
         SourceOptions(topic_filters=("(",))
+    with pytest.raises(ValueError, match="max_messages must be at most 1000000, got 1000001"):
+        SourceOptions(max_messages=1_000_001)
     with pytest.raises(ValueError, match=r"model must have 1 to 120 letters, .* got 'a.b'"):
         SourceOptions(models=("a.b",))
     with UpdatePublisher(brokers.addresses) as publisher:

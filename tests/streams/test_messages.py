@@ -129,6 +129,8 @@ def test_faults_have_their_names() -> None:
     assert_fault(changed(data, COUNT, "<I", 2**32 - 1), MessageFault.TRUNCATED, "bytes has")
     assert_fault(changed(data, WIDTH, "<I", 2**32 - 1), MessageFault.TRUNCATED, "bytes has")
     assert_fault(changed(data, SEQUENCE, "<Q", 0), MessageFault.CONTENTS, "sequence 0")
+    assert_fault(changed(data, SEQUENCE, "<Q", 2**63), MessageFault.CONTENTS, f"sequence {2**63}")
+    assert_fault(changed(data, SEQUENCE - 8, "<q", -1), MessageFault.CONTENTS, "version -1")
     assert_fault(changed(data, PART, "<I", 1), MessageFault.CONTENTS, "part 1 of 1")
     deletions = encode(message(MessageKind.DELETIONS, rows=torch.empty(0, 1)))
     assert_fault(changed(deletions, KIND, "<B", 9), MessageFault.CONTENTS, "9 is not a valid")

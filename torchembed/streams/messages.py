@@ -160,8 +160,10 @@ def _message(data: bytes, fields: tuple[int, ...]) -> Message:
     kind, row_dtype = MessageKind(kind), ROW_DTYPES[dtype]
     if part >= num_parts:
         raise ValueError(f"part {part} of {num_parts}")
-    if sequence < 1 or (kind is MessageKind.ROWS and not width):
-        raise ValueError(f"sequence {sequence}, rows of width {width}")
+    if not 0 < sequence < 2**63 or version < 0:
+        raise ValueError(f"sequence {sequence}, version {version}")
+    if kind is MessageKind.ROWS and not width:
+        raise ValueError(f"rows of width {width}")
     keys, rows, piece = torch.empty(0, dtype=torch.int64), torch.empty(0, width), b""
     if kind is MessageKind.DENSE:
         piece = data[body:]

@@ -10,6 +10,9 @@ from torchembed.streams.brokers import BrokerOptions
 from torchembed.streams.message_error import MessageFault
 from torchembed.streams.topics import DEFAULT_FILTER, check_model_name
 
+MAX_MESSAGES = 1_000_000
+"""Most messages that librdkafka gives at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(BrokerOptions):
@@ -25,7 +28,7 @@ class SourceOptions(BrokerOptions):
     discovery_seconds: float = 5.0
     """How often new topics are looked for."""
     max_messages: int = 1024
-    """That one poll gives at most."""
+    """That one poll gives at most; up to a million, as librdkafka gives."""
     max_dense_bytes: int = 1 << 33
     """Of a whole dense part; larger ones are dropped."""
     session_timeout_seconds: float = 10.0
@@ -49,6 +52,10 @@ class SourceOptions(BrokerOptions):
         for name in ("discovery_seconds", "max_messages", "max_dense_bytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
+        if self.max_messages > MAX_MESSAGES:
+            raise ValueError(
+                f"max_messages must be at most {MAX_MESSAGES}, got {self.max_messages}"
+            )
         if self.session_timeout_seconds < 0.1:
             raise ValueError(
                 f"session_timeout_seconds must be at least 0.1, got {self.session_timeout_seconds}"

@@ -1,5 +1,6 @@
 """Sends updates of models to Kafka."""
 
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -59,7 +60,9 @@ class UpdatePublisher:
         self.options = options or PublisherOptions()
         self.statistics = PublisherStatistics()
         self._sender = MessageSender(brokers, self.options, self.statistics)
-        self._number = time.time_ns() // 1000
+        # Not the time, which is the same on ranks that begin at once: updates of one of them would
+        # be taken for those of another that came again.
+        self._number = secrets.randbelow(2**64 - 1) + 1
         self._sequence = 0
 
     @property

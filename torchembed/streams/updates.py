@@ -12,8 +12,7 @@ class UpdateOrigin:
     """The sender of an update, and the way that it came: what order is told by."""
 
     publisher: int = 0
-    """A number of its own for each publisher, greater for those that began later; 0 where messages
-    do not say it."""
+    """A random number of its own for each publisher; 0 where messages do not say it."""
     partition: int = 0
     """The messages of a key are in one partition of its topic, in order."""
     published_at: float = 0.0

@@ -16,6 +16,7 @@ from torchembed.serving.configuration.level_configs import (
 )
 from torchembed.stores import OverflowPolicy
 from torchembed.stores.volatile.options import MAX_BATCH_ROWS
+from torchembed.streams.source_options import MAX_MESSAGES
 
 _NO_MARGIN = 2**64 - 1
 _DEFAULT_FILTER = "^hps_.+$"
@@ -112,7 +113,7 @@ def read_updates(values: Any, filters: list[str], left_out: list[str]) -> Update
     brokers = section.take("brokers", str, "127.0.0.1:9092")
     refresh_ms = section.take("metadata_refresh_interval_ms", int, 30_000, AtLeast(1))
     poll_ms = section.take("poll_timeout_ms", int, 500, AtLeast(1))
-    max_batch = section.take("max_batch_size", int, 8192, AtLeast(1))
+    max_batch = section.take("max_batch_size", int, 8192, Between(1, MAX_MESSAGES))
     back_off_ms = section.take("failure_backoff_ms", int, 50, AtLeast(1))
     section.leave_out("max_commit_interval", "left out; each batch is committed once it is applied")
     section.leave_out("receive_buffer_size", "left out; librdkafka has buffers of its own")

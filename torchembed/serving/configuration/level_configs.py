@@ -16,6 +16,7 @@ from torchembed.serving.configuration.fields import (
 )
 from torchembed.stores import OverflowPolicy, VolatileOptions
 from torchembed.stores.volatile.options import MAX_BATCH_ROWS
+from torchembed.streams.source_options import MAX_MESSAGES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +144,7 @@ class UpdateConfig:
     with each start, which reads all messages that brokers have."""
     filters: tuple[str, ...] = ()
     """Regular expressions of topics; without them those of all models and tables."""
-    max_batch_messages: Annotated[int, AtLeast(1)] = 8192
+    max_batch_messages: Annotated[int, Between(1, MAX_MESSAGES)] = 8192
     poll_timeout_seconds: Annotated[float, AboveUpTo(0)] = 0.5
     metadata_refresh_seconds: Annotated[float, AboveUpTo(0)] = 5.0
     """After so long a new topic is found."""

@@ -147,7 +147,7 @@ class LoadedVersion:
             self.answer(self._made_up(num_samples))
 
     def try_dense_part(self) -> None:
-        """Run the dense part for made-up requests, without a lookup, so that one that cannot run here
+        """Run the dense part for made-up requests, without a lookup, so that one that cannot run
         fails before rows are loaded."""
         for num_samples in _WARM_SAMPLES:
             request = check_request(self.description, self._made_up(num_samples))
