@@ -1,9 +1,11 @@
 """Dynamic tables in train steps: those of pipelines insert and evict as a loop by hand does."""
 
 import contextlib
+import copy
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +30,12 @@ from torchembed import (
     Probability,
     SparseFeatures,
 )
+from torchembed.checkpoints import load_rows, model_rows
 from torchembed.data import Batch
 from torchembed.ops.hash_table import Counter
 from torchembed.optim import split_parameters
 from torchembed.tables import HashIndex
-from torchembed.training import TrainPipeline
+from torchembed.training import CheckpointFolder, TrainingRun, TrainPipeline
 
 CPU = torch.device("cpu")
 KEYS = ("a", "b", "c")
@@ -224,6 +227,64 @@ def test_ids_without_a_row_are_looked_up_alike_in_captured_steps(missing: Any, f
         assert results_of(pipeline, batches) == losses[0]
     assert_same_state(model, state)
     assert "graph" in [str(kind.form) for kind in pipeline.kinds]
+
+
+Load = Callable[[Ranker, list[torch.optim.Optimizer]], object]
+
+
+def loads_state_dicts(source: Ranker, optimizers: list[torch.optim.Optimizer], _: Path) -> Load:
+    saved = copy.deepcopy([source.state_dict(), *(of.state_dict() for of in optimizers)])
+
+    def load(model: Ranker, others: list[torch.optim.Optimizer]) -> None:
+        # A copy for each: torch's optimizers go on with the tensors that they are given.
+        for target, state in zip((model, *others), copy.deepcopy(saved), strict=True):
+            target.load_state_dict(state)
+
+    return load
+
+
+def loads_a_checkpoint(
+    source: Ranker, optimizers: list[torch.optim.Optimizer], folder: Path
+) -> Load:
+    CheckpointFolder(folder).save(3, TrainingRun(model=source, optimizers=optimizers))
+    return lambda model, others: CheckpointFolder(folder).load(
+        TrainingRun(model=model, optimizers=others)
+    )
+
+
+def loads_rows(source: Ranker, optimizers: list[torch.optim.Optimizer], _: Path) -> Load:
+    names = ("tables.embedding_bags.a.weight", "singles.0.weight")
+    rows = {name: list(model_rows(source, name)) for name in names}
+    return lambda model, _: [load_rows(model, name, chunks) for name, chunks in rows.items()]
+
+
+@pytest.mark.parametrize("form", ["fixed", "mixed"])
+@pytest.mark.parametrize("loads", [loads_state_dicts, loads_a_checkpoint, loads_rows])
+def test_ids_of_a_prepared_batch_may_be_loaded(loads: Any, form: str, tmp_path: Path) -> None:
+    """They have other rows then than those that were prepared."""
+    source, batches = Ranker(Dynamic(), 200, modes=["sum"]), BATCHES[form]
+    optimizers = optimizers_of(source)
+    for one in batches[10:13]:
+        step_by_hand(source, LOSS, optimizers, one)
+    load = loads(source, optimizers, tmp_path)
+
+    expected, model = (Ranker(Dynamic(), 200, modes=["sum"]) for _ in range(2))
+    expected_optimizers, model_optimizers = map(optimizers_of, (expected, model))
+    pipeline = TrainPipeline(model, LOSS, model_optimizers, device=CPU, capture=True)
+    iterator = iter(batches)
+    for number, one in enumerate(batches):
+        if number in (6, 9):
+            load(expected, expected_optimizers)
+            load(model, model_optimizers)
+        loss = step_by_hand(expected, LOSS, expected_optimizers, one)
+        assert pipeline.progress(iterator).loss.item() == loss.item(), number
+    assert "graph" in [str(kind.form) for kind in pipeline.kinds]
+    for name in ("tables.embedding_bags.a.weight", "singles.0.weight"):
+        found, wanted = ({}, {})
+        for rows, of_model in ((found, model), (wanted, expected)):
+            for chunk in model_rows(of_model, name):
+                rows.update(zip(chunk.keys.tolist(), chunk.rows.tolist(), strict=True))
+        assert found == wanted
 
 
 class Bags(nn.Module):

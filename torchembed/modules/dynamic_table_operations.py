@@ -240,6 +240,13 @@ class DynamicTableOperations(nn.Module):
             contents = table.index_contents()
             if contents:
                 table.load_index_contents(contents)
+        self.note_moved_ids()
+
+    def note_moved_ids(self) -> None:
+        """Note that ids of dynamic tables may have other rows by now, on every rank, whichever
+        holds them: batches that pipelines have prepared are prepared again."""
+        if self.has_dynamic_tables:
+            self._table_set.note_change()
 
     def delta(self, since: DeltaMark | None = None) -> Delta:
         """The ids of the dynamic tables that were inserted, used or taken away since a mark, with

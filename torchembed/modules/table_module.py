@@ -53,6 +53,7 @@ class TableWeight(IndexInStateDict):
 def _restore_after_load(module: "TableModule", incompatible_keys: object) -> None:
     module._growth.begin_anew()
     module._restore_groups()
+    module.note_moved_ids()
 
 
 class TableModule(DynamicTableOperations):

@@ -96,7 +96,8 @@ class TableOwner(Protocol):
         ...
 
     def note_change(self) -> None:
-        """Note that a group is updated together with other ones than before."""
+        """Note that a group is updated together with other ones than before, or that its ids have
+        other rows."""
         ...
 
     def note_growth(self) -> None:
@@ -263,6 +264,12 @@ class Table:
             self.kept_contents = {name: tensor.clone() for name, tensor in contents.items()}
             return
         self.group.index.load_contents(self.group.tables.index(self), contents)
+        self.note_moved_ids()
+
+    def note_moved_ids(self) -> None:
+        """Note that ids of a dynamic table have other rows than batches know that a pipeline has
+        prepared."""
+        self.owner.note_change()
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles hold no rows and have no optimizer; their module sees to the rows."""

@@ -136,12 +136,13 @@ class TableSet:
 
     def current_form(self) -> tuple[list[TableGroup], _Parameters | None, int]:
         """:meth:`current_groups`, of each table where its rows lie and whether it trains, and how
-        often a group was given others to be updated with: another form after each change of these.
-        """
+        often a group was given others to be updated with, or ids other rows: another form after
+        each change of these."""
         return self.current_groups(), self._formed_for, self._num_changes
 
     def note_change(self) -> None:
-        """Note that a group is updated together with other ones than before."""
+        """Note that a group is updated together with other ones than before, or that ids of dynamic
+        tables have other rows, as after a load."""
         self._num_changes += 1
 
     def note_growth(self) -> None:

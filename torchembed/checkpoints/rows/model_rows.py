@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torchembed.checkpoints.rows.row_source import CHUNK_BYTES
 from torchembed.core import ranks
 from torchembed.core.ranks.collective_errors import raise_on_all_ranks
+from torchembed.modules.table_module import TableModule
 from torchembed.sharding.transport.global_rows import are_here
 from torchembed.tables import RowChunk, Table, row_chunks, table_of, table_states, write_rows
 
@@ -89,6 +90,9 @@ def load_rows(model: nn.Module, name: str, source: Iterable[RowChunk]) -> int:
         return sum(write_rows(table, _part_of(table, chunk)) for chunk in source)
 
     num_left_out = raise_on_all_ranks(write, what)
+    for module in model.modules():
+        if isinstance(module, TableModule):
+            module.note_moved_ids()
     # The ranks of columns all leave out the same.
     counts = table is not None and not table.first_column
     return sum(ranks.gather_objects(num_left_out if counts else 0))

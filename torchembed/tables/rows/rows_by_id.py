@@ -75,6 +75,7 @@ def place_ids(
     state.touched[rows[is_held]] = touched[is_held]
     table.group.initialize(NewRows(torch.where(rows == before, -1, rows), ids, tables))
     index.follow_ids(torch.cat([touched, index.clock.last]).amax().reshape(1))
+    table.note_moved_ids()
     num_left_out = int(num_ids - (digests > 0).sum())
     first_row = table.group.first_row_of(table)
     return PlacedIds(torch.where(is_held, rows - first_row, -1), num_left_out)
@@ -99,6 +100,7 @@ def erase_ids(table: Table, ids: Tensor) -> None:
     index = index_by_id(table)
     assert index is not None
     index.erase(table.group.tables.index(table), ids.to(index.clock.last.device), in_use=False)
+    table.note_moved_ids()
 
 
 def take_over(index: HashIndex, table: Table, clock: Tensor) -> None:
