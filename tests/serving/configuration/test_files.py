@@ -135,6 +135,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([1], "the file must be a mapping of keys, got [1]"),
     ({"model_folder": "m"}, "model_folder is unknown; did you mean models_folder? (known here:"),
     ({"xyz": 1}, "xyz is unknown (known here: models_folder, "),
+    ({"models_folder": "m", "grace_seconds": 10**400}, "grace_seconds must be a number, got 1000"),
     (cache(rows=0), CACHE + "rows must be at least 1, got 0"),
     (cache(row=1), CACHE + "row is unknown; did you mean rows?"),
     (cache(kind="statc"), CACHE + "kind must be one of dynamic, static, uvm, got 'statc'; did"),
@@ -201,6 +202,9 @@ def test_what_cannot_be_is_refused_by_the_path_of_its_key(
         ("a.yaml", "a: [", "must be YAML"),
         ("a.yaml", "!!python/object/apply:os.getcwd []", "must be YAML"),
         ("a.yaml", "models_folder: a\nmodels_folder: b\n", "key 'models_folder' comes twice"),
+        ("a.yaml", "a: &a {b: 1}\nc: {<<: *a, b: 2, b: 3}\n", "key 'b' comes twice"),
+        ("a.yaml", "[" * 5000, "must be YAML: maximum recursion depth"),
+        ("a.json", "[" * 100_000, "must be JSON: maximum recursion depth"),
         ("a.json", '{"models": [{"name": "a", "name": "b"}]}', "key 'name' comes twice"),
     ],
 )
@@ -209,6 +213,32 @@ def test_files_that_are_neither_yaml_nor_json_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         read_config(write(tmp_path, text, name))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("a.yaml", "YAML"), ("a.json", "JSON")])
+def test_files_in_other_encodings_are_refused_by_name(name: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes('{"models_folder": "modèle"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=f"^file {re.escape(str(path))} must be {kind}: "):
+        read_config(path)
+    path.write_bytes('\ufeff{"models_folder": "modèle"}'.encode())
+    assert read_config(path).models_folder == Path("modèle")
+
+
+def test_keys_of_yaml_are_merged(tmp_path: Path) -> None:
+    text = """
+    models_folder: m
+    models:
+      - {name: a, cache: &small {rows: 5, row_format: fp16}}
+      - {name: b, cache: &others {<<: *small, rows: 7}}
+      - {name: c, cache: {row_format: fp8, <<: *others}}
+    """
+    found = [model.cache for model in read_config(write(tmp_path, text)).models]
+    assert [(cache.rows, cache.row_format.value) for cache in found] == [
+        (5, "fp16"),
+        (7, "fp16"),
+        (7, "fp8"),
+    ]
 
 
 def test_values_are_checked_without_a_file_too() -> None:

@@ -1,5 +1,6 @@
 """HugeCTR's ps.json: each key has its effect, is named as left out, or is refused."""
 
+import contextlib
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from torchembed.serving.configuration import (
     to_yaml,
 )
 from torchembed.serving.levels import CacheKind, RowFormat
+from torchembed.serving.server.stores import open_stores
 from torchembed.stores import OverflowPolicy
 
 MODEL: dict[str, Any] = {
@@ -317,6 +319,19 @@ def test_certificates_of_redis_are_made_out_to_its_address_or_to_a_name(tmp_path
         assert read(tmp_path, values).server.volatile.tls.server_name == expected
 
 
+def test_nobody_logs_in_to_redis_without_a_password(tmp_path: Path) -> None:
+    for given, expected in (
+        ({}, (None, None)),
+        ({"password": "p"}, ("default", "p")),
+        ({"user_name": "u", "password": "p"}, ("u", "p")),
+    ):
+        database = {"type": "redis_cluster", **given}
+        config = read(tmp_path, {"models": [MODEL], "volatile_db": database}).server
+        assert (config.volatile.user_name, config.volatile.password) == expected
+        with contextlib.ExitStack() as stack:
+            assert open_stores(config, stack).names == ("redis",)
+
+
 def changed(**fields: Any) -> dict[str, Any]:
     return {"models": [{**MODEL, **fields}]}
 
@@ -358,6 +373,18 @@ REFUSED: list[tuple[Any, str]] = [
         {"models": [MODEL, MODEL]},
         "models[1].name must not come twice, got 'wdl' again",
     ),
+    (
+        {"fuse_embedding_table": True, **changed(sparse_files={"a": "/one"})},
+        "models[0].sparse_files must be lists of folders of sparse models, got {'a': '/one'}",
+    ),
+    (
+        {"fuse_embedding_table": True, **changed(sparse_files={"a": 5})},
+        "models[0].sparse_files must be lists of folders of sparse models, got {'a': 5}",
+    ),
+    (changed(hit_rate_threshold=10**400), "models[0].hit_rate_threshold must be a number, got 1"),
+    ({"models": [MODEL], "volatile_db": []}, "volatile_db must be an object of keys, got []"),
+    ({"models": [MODEL], "persistent_db": 0}, "persistent_db must be an object of keys, got 0"),
+    ({"models": [MODEL], "update_source": ""}, "update_source must be an object of keys, got ''"),
     (
         {"models": [MODEL], "volatile_db": {"type": "redis"}},
         "volatile_db.type must be one of hash_map, parallel_hash_map, multi_process_hash_map, red",

@@ -130,7 +130,7 @@ def _check_present(name: str, value: Any, hint: Any) -> None:
             check_value(f"{name}.{key}", member, get_args(hint)[1])
     elif hint is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        _expect(is_number and math.isfinite(value), name, "a number", value)
+        _expect(is_number and _is_finite(value), name, "a number", value)
     elif hint is int:
         is_number = isinstance(value, int) and not isinstance(value, bool)
         _expect(is_number, name, "a whole number", value)
@@ -143,6 +143,13 @@ def check_limit(name: str, value: Any, limit: Limit | None) -> None:
     """Raise ``ValueError`` for a number that ``limit`` does not allow."""
     if limit is not None:
         _expect(limit.allows(value), name, str(limit), value)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # of an integer that no float can be
+        return False
 
 
 def _expect(is_right: bool, name: str, wanted: str, value: Any) -> None:

@@ -1,7 +1,6 @@
 """Configurations in files: YAML or JSON."""
 
 import json
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ def read_values(path: str | Path) -> Any:
         ValueError: where it is neither, or a key comes twice in it.
     """
     path = Path(path)
-    text = path.read_text()
+    content = path.read_bytes()
     try:
         if path.suffix == ".json":
-            return json.loads(text, object_pairs_hook=_without_duplicates)
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
+            return json.loads(content, object_pairs_hook=_without_duplicates)
+        return yaml.load(content, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
         raise ValueError(f"file {path} must be {kind}: {error}") from error
 
@@ -55,17 +54,29 @@ def to_yaml(config: ServerConfig) -> str:
     return yaml.safe_dump(values_of(config), sort_keys=False)
 
 
+_MERGE = "tag:yaml.org,2002:merge"
+
+
 class _Loader(yaml.SafeLoader):
     """Makes plain values alone, and refuses keys that come twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for i, key in enumerate(keys):
-            if key in keys[:i]:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} comes twice", node.start_mark
-                )
-        return super().construct_mapping(node, deep)
+    def __init__(self, stream: bytes) -> None:
+        super().__init__(stream)
+        self._checked: set[yaml.MappingNode] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put keys that ``<<`` merges beside a mapping's own, which come before them and may be the
+        same: those are looked at before."""
+        if node not in self._checked:
+            self._checked.add(node)
+            own = [key for key, _ in node.value if key.tag != _MERGE]
+            keys = [self.construct_object(key, deep=True) for key in own]
+            for i, key in enumerate(keys):
+                if key in keys[:i]:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key!r} comes twice", node.start_mark
+                    )
+        super().flatten_mapping(node)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

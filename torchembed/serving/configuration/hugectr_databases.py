@@ -170,10 +170,12 @@ def _redis(section: Section) -> dict[str, Any]:
         key=Path(section.take("tls_client_key", str, "client_key.pem")),
         server_name=section.take("tls_server_name_identification", str, None),
     )
+    user, password = section.take("user_name", str, "default"), section.take("password", str, "")
     return {
         "addresses": _addresses(section.take("address", str, "127.0.0.1:7000")),
-        "user_name": section.take("user_name", str, "default"),
-        "password": section.take("password", str, "") or None,
+        # Without a password nobody logs in, and is Redis' user of that name.
+        "user_name": None if user == "default" and not password else user,
+        "password": password or None,
         "num_connections": section.take("num_node_connections", int, 5, AtLeast(1)),
         "tls": tls if is_secured else None,
     }

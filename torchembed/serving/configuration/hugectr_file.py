@@ -76,12 +76,12 @@ def hugectr_config(values: Any, models_folder: str | Path) -> HugectrConfig:
         read_model(member, f"models[{i}]", left_out, is_fused=is_fused)
         for i, member in enumerate(members)
     )
-    volatile, volatile_filters = read_volatile(section.take_any("volatile_db") or {}, left_out)
-    persistent, other_filters = read_persistent(section.take_any("persistent_db") or {}, left_out)
+    volatile, volatile_filters = read_volatile(section.take_object("volatile_db"), left_out)
+    persistent, other_filters = read_persistent(section.take_object("persistent_db"), left_out)
     filters = volatile_filters + [f for f in other_filters if f not in volatile_filters]
     if volatile is not None and persistent is not None and volatile_filters != other_filters:
         section.note("update_filters", "updates of either database go to both")
-    updates = read_updates(section.take_any("update_source") or {}, filters, left_out)
+    updates = read_updates(section.take_object("update_source"), filters, left_out)
     section.end()
     server = ServerConfig(
         models_folder=Path(models_folder),

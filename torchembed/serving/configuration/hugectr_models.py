@@ -82,11 +82,13 @@ def _tables(section: Section, *, is_fused: bool) -> dict[str, HugectrRows]:
         lacking = [name for name in names if name not in files]
         if lacking:
             raise ValueError(f"{path} must name the folders of {lacking[0]!r}, got {list(files)}")
-        folders = [tuple(files[name]) for name in names]
+        lists = [files[name] for name in names]
+        are_lists = all(isinstance(part, list) for part in lists)
+        if not are_lists or not all(isinstance(folder, str) for part in lists for folder in part):
+            raise ValueError(f"{path} must be lists of folders of sparse models, got {files!r}")
+        folders = [tuple(part) for part in lists]
     else:
         folders = [(folder,) for folder in section.take_list("sparse_files", str) or []]
-    if any(not isinstance(folder, str) for part in folders for folder in part):
-        raise ValueError(f"{path} must be folders of sparse models, got {files!r}")
     if names is None:
         names = [f"sparse_embedding{i}" for i in range(len(folders))]
     dims = section.take_list("embedding_vecsize_per_table", int, AtLeast(1))

@@ -69,6 +69,11 @@ class Section:
         self._known.add(key)
         return self._values.get(key)
 
+    def take_object(self, key: str) -> Any:
+        """The value of a key for a section of its own; one without keys where the file lacks it."""
+        value = self.take_any(key)
+        return {} if value is None else value
+
     def leave_out(self, key: str, why: str) -> None:
         """Take a key that has no effect here, and say so."""
         self._known.add(key)
