@@ -107,6 +107,19 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_received(
     assert asked(channel, message()).model_version == "1"
 
 
+def test_limits_may_be_beyond_those_of_grpc() -> None:
+    limits = RequestLimits(max_body_bytes=1 << 32, max_header_bytes=1 << 32)
+    timeouts = ClientTimeouts(idle_seconds=1e9, receive_seconds=1e9, send_seconds=1e9)
+    directory = MemoryDirectory().with_loaded(EchoModel())
+    server = GrpcServer(directory, options=ServerOptions(limits=limits, timeouts=timeouts))
+    server.start()
+    try:
+        with grpc.insecure_channel(server.address) as channel:
+            assert asked(channel, message()).model_version == "1"
+    finally:
+        server.stop(0)
+
+
 def test_bytes_under_way_are_bounded_together() -> None:
     held = HeldModel(EchoModel())
     limits = RequestLimits(max_bytes_at_once=1500)

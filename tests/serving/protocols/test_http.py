@@ -86,3 +86,17 @@ def test_tensors_as_bytes_follow_the_json_part(server: HttpServer) -> None:
     }
     assert json.loads(body[:length])["outputs"] == [output]
     assert body[length:] == values.tobytes()
+
+
+@pytest.mark.parametrize("parameters", [[], 0, False, ""])
+def test_parameters_of_a_load_are_an_object(server: HttpServer, parameters: object) -> None:
+    path = "/v2/repository/models/echo/load"
+    status, _, body = asked(server, "POST", path, {"parameters": parameters})
+    assert (status, json.loads(body)) == (400, {"error": "parameters must be an object"})
+    assert asked(server, "POST", path, {"parameters": None})[0] == 200
+
+
+def test_metrics_are_given_whatever_version_is_accepted(server: HttpServer) -> None:
+    accept = "application/openmetrics-text; version=first"
+    status, headers, _ = asked(server, "GET", "/metrics", Accept=accept)
+    assert status == 200 and headers["content-type"].startswith("text/plain")

@@ -65,17 +65,17 @@ class GrpcServer:
             self._threads,
             handlers=[self._service.handlers()],
             options=(
-                ("grpc.max_receive_message_length", limits.max_body_bytes),
+                ("grpc.max_receive_message_length", _int32(limits.max_body_bytes)),
                 ("grpc.max_send_message_length", -1),
-                ("grpc.max_metadata_size", limits.max_header_bytes),
-                ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
+                ("grpc.max_metadata_size", _int32(limits.max_header_bytes)),
+                ("grpc.absolute_max_metadata_size", _int32(limits.max_header_bytes)),
                 (
                     "grpc.max_connection_idle_ms",
-                    math.ceil(options.timeouts.idle_seconds * 1000),
+                    _int32(options.timeouts.idle_seconds * 1000),
                 ),
                 (
                     "grpc.server_handshake_timeout_ms",
-                    math.ceil(options.timeouts.receive_seconds * 1000),
+                    _int32(options.timeouts.receive_seconds * 1000),
                 ),
                 ("grpc.so_reuseport", 0),
             ),
@@ -107,3 +107,8 @@ class GrpcServer:
             self._server.stop(grace_seconds).wait()
         self._service.waiting.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _int32(limit: float) -> int:
+    """``limit``, rounded up, or the most that gRPC's options can be."""
+    return math.ceil(min(limit, 2**31 - 1))

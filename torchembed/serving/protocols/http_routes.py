@@ -191,7 +191,9 @@ class HttpRoutes:
         self, call: Call, change: Callable[[ModelDirectory, str, dict[str, Any]], None]
     ) -> Reply:
         request = json_object(memoryview(await call.body()), self._options.limits)
-        parameters = request.get("parameters") or {}
+        parameters = request.get("parameters")
+        if parameters is None:
+            parameters = {}
         if type(parameters) is not dict:
             raise InvalidRequestError("parameters must be an object")
         await asyncio.get_running_loop().run_in_executor(

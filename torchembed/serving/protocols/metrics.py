@@ -143,7 +143,10 @@ class ServerMetrics(Collector):
 
     def text(self, accept: str = "") -> tuple[bytes, str]:
         """All metrics in the text format that ``accept`` prefers, and its content type."""
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # of a version there that is no number
+            encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:

@@ -15,7 +15,8 @@ class RequestLimits:
     """
 
     max_body_bytes: int = 64 * _MIB
-    """Of one request. A gRPC message with ``contents`` takes up to ten times that in memory."""
+    """Of one request; over gRPC 2 GiB at most. A gRPC message with ``contents`` takes up to ten
+    times that in memory."""
     max_json_bytes: int = 16 * _MIB
     """Of the JSON part of a body, which takes up to twenty times that in memory."""
     max_header_bytes: int = 16 << 10
@@ -48,7 +49,8 @@ class ClientTimeouts:
     """
 
     idle_seconds: float = 75.0
-    """Between requests of a connection, and before the first. One second at least over gRPC."""
+    """Between requests of a connection, and before the first. Over gRPC one second at least, and 24
+    days at most."""
     receive_seconds: float = 60.0
     """From the first byte of a request to its last; over gRPC from the call to its message."""
     send_seconds: float = 60.0
