@@ -19,7 +19,13 @@ from torchembed.serving.interface import (
     ModelState,
     UnknownModelError,
 )
-from torchembed.serving.models import ModelFolderError, ModelRepository, deploy
+from torchembed.serving.models import (
+    ModelFolderError,
+    ModelRepository,
+    deploy,
+    models_in,
+    versions_in,
+)
 from torchembed.stores import MemoryStore, RocksDBStore, volatile_memory_bytes
 
 NUM_ROWS, DIM = 40, 3
@@ -147,8 +153,10 @@ def test_named_versions_and_several_of_the_newest_answer(tmp_path: Path) -> None
             assert stamps(repository) == ("3", [3.0], [3.0])
             with pytest.raises(UnknownModelError, match=r"one of \[1, 3\], got 2"):
                 repository.model("m", "2")
-            with pytest.raises(UnknownModelError, match="must be a number, got 'x'"):
-                repository.model("m", "x")
+            for version in ("x", "1" * 5000):
+                message = f"must be a number, got '{version[:40]}'"
+                with pytest.raises(UnknownModelError, match=message):
+                    repository.model("m", version)
     with MemoryStore() as store:
         options = options_over(store, rows_by_version=True, num_latest_versions=2)
         with ModelRepository(tmp_path, options) as repository:
@@ -187,6 +195,15 @@ def test_the_index_says_what_is_loaded_and_why_something_is_not(tmp_path: Path) 
             shutil.rmtree(tmp_path / "a" / "2")
             repository.load("a")
             assert stamps(repository, "a") == ("1", [1.0], [1.0])
+
+
+def test_other_folders_are_no_models(tmp_path: Path) -> None:
+    deploy_stamped(tmp_path, 1)
+    for name in ("lost+found", ".snapshot", "-old", "a b", "x" * 121):
+        shutil.copytree(tmp_path / "m", tmp_path / name)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "m" / "2").symlink_to(tmp_path / "nowhere")
+    assert models_in(tmp_path) == ["m"] and versions_in(tmp_path, "m") == [1]
 
 
 @pytest.mark.parametrize("damage", ["model.json", "dense.safetensors", "tables", "moved"])

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,10 +28,13 @@ from torchembed.serving.models.dense_program import (
     write_weights,
 )
 from torchembed.serving.models.description import DeployedTable, FileForm, ModelDescription
-from torchembed.serving.models.model_folder import DESCRIPTION_FILE, TABLES_FOLDER, version_folder
+from torchembed.serving.models.model_folder import (
+    DESCRIPTION_FILE,
+    TABLES_FOLDER,
+    is_model_name,
+    version_folder,
+)
 from torchembed.tables import RowChunk
-
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}")
 
 
 def deploy(
@@ -205,7 +207,7 @@ def _check_folder(folder: str | Path) -> None:
 
 
 def _check_name(name: str, version: int) -> None:
-    if not _NAME.fullmatch(name):
+    if not is_model_name(name):
         raise DeployError(
             f"name must be 1 to 120 letters, digits, '.', '_' or '-', not '.' or '-' first, got "
             f"{name!r}"

@@ -1,5 +1,6 @@
 """The folder of a version: where its parts are, and whether they are as they were written."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from torchembed.checkpoints.files.storage import FileDigest, Storage
 from torchembed.serving.models.description import ModelDescription
 from torchembed.serving.models.errors import ModelFolderError
 
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}")
 DESCRIPTION_FILE = "model.json"
 TABLES_FOLDER = "tables"
 _KEY_BYTES = 8
@@ -29,10 +31,17 @@ def versions_in(folder: str | Path, name: str) -> list[int]:
 
 
 def models_in(folder: str | Path) -> list[str]:
-    """The models that have a version, in alphabetical order."""
+    """The models that have a version, in alphabetical order. Folders of other names than models
+    may have, as ``lost+found``, are not looked into."""
     root = Path(folder)
-    names = (path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else ()
+    paths = root.iterdir() if root.is_dir() else ()
+    names = (path.name for path in paths if is_model_name(path.name) and path.is_dir())
     return sorted(name for name in names if versions_in(root, name))
+
+
+def is_model_name(name: str) -> bool:
+    """True for 1 to 120 letters, digits, '.', '_' and '-', not '.' or '-' first."""
+    return _NAME.fullmatch(name) is not None
 
 
 def _is_version(path: Path) -> bool:

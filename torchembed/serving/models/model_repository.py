@@ -321,6 +321,7 @@ def _check_version(model: str, version: int, deployed: int) -> None:
 
 
 def _number(name: str, version: str) -> int:
-    if not (version.isascii() and version.isdigit()):
-        raise UnknownModelError(f"version of model {name} must be a number, got {version!r}")
+    # Those of deploy() have 19 digits at most, and Python refuses numbers of thousands.
+    if not (version.isascii() and version.isdigit()) or len(version) > 19:
+        raise UnknownModelError(f"version of model {name} must be a number, got {version[:40]!r}")
     return int(version)
