@@ -273,6 +273,19 @@ class ModelRepository:
         """The lookup of each loaded table, by the table's name in stores."""
         return self._loader.lookups.lookups()
 
+    def lookups_of(self, name: str) -> dict[str, LeveledLookup]:
+        """Likewise, of the tables that a model answers by, those that it shares with others
+        included; none where it is not loaded."""
+        versions, options = self._models.get(name), self._options_of(name)
+        if versions is None or options is None:
+            return {}
+        names = {
+            store_name(name, lease.number, table, options)
+            for lease in versions.leases()
+            for table in lease.version.description.tables
+        }
+        return {table: lookup for table, lookup in self.lookups().items() if table in names}
+
     def batches(self) -> list[BatchTotals]:
         """The totals of all batches of loaded models, by model and version."""
         leases = [lease for model in list(self._models.values()) for lease in model.leases()]

@@ -6,7 +6,6 @@ from types import TracebackType
 from typing import Self
 
 from torchembed.serving.configuration import CacheConfig
-from torchembed.serving.levels import LeveledLookup
 from torchembed.serving.models import ModelRepository
 
 _log = logging.getLogger("torchembed.serving")
@@ -44,18 +43,11 @@ class Refresher:
         seconds = self._config.refresh_delay_seconds + self._config.refresh_interval_seconds
         while not self._ending.wait(seconds):
             seconds = self._config.refresh_interval_seconds
-            for lookup in self._lookups():
+            # Tables of one form have one lookup.
+            lookups = {id(v): v for v in self._repository.lookups_of(self._model).values()}
+            for lookup in lookups.values():
                 try:
                     lookup.refresh(self._config.refresh_share)
                 except (OSError, RuntimeError):
                     # A level is away; the next refresh reads again.
                     _log.exception("the cache of model %s could not be refreshed", self._model)
-
-    def _lookups(self) -> list[LeveledLookup]:
-        prefix = f"{self._model}/"
-        of_model = {
-            id(lookup): lookup
-            for name, lookup in self._repository.lookups().items()
-            if name.startswith(prefix)
-        }
-        return list(of_model.values())
