@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.asked_servers import asked, expected, trained
 from tests.support.server_processes import running_server
+from tests.support.source_tree import ROOT, run_python_or_fail
 from torchembed.serving.__main__ import main
 from torchembed.serving.models import deploy
 
@@ -59,6 +60,23 @@ def test_a_trained_model_is_deployed_served_and_replaced(tmp_path: Path) -> None
         found, _ = asked(http, tritonclient.http, request)
         np.testing.assert_allclose(found, expected(second, examples), atol=2e-6)
         http.close()
+
+
+FROZEN = """
+import gc, runpy, sys
+
+sys.argv += ["--no-such-flag"]
+try:
+    runpy.run_module("torchembed.serving", run_name="__main__")
+except SystemExit as error:
+    print(error.code, gc.get_freeze_count(), len(gc.get_objects()))
+"""
+
+
+def test_collections_of_a_server_leave_out_what_modules_hold() -> None:
+    code, num_frozen, num_left = map(int, run_python_or_fail("-c", FROZEN, cwd=ROOT).split())
+    assert code == 2
+    assert num_frozen > 10 * num_left
 
 
 def test_what_keeps_a_server_from_starting_is_one_line(
