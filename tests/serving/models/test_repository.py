@@ -252,6 +252,20 @@ def test_memory_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
             deploy_stamped(tmp_path, 3)
             with pytest.raises(ValueError, match=rf"needs {dense:,} bytes .* and 0 of"):
                 enough.load("m")
+            # Rows that are shared stay when nothing answers by them, and count.
+            enough.unload("m")
+            deploy_stamped(tmp_path, 1, "other")
+            with pytest.raises(
+                ValueError, match=rf"needs {rows + dense:,} .* and {2 * dense:,} of"
+            ):
+                enough.load("other")
+            enough.load("m")
+        assert store.tables() == {"m/items": 4 * DIM}
+        by_version = options_over(store, rows_by_version=True)
+        with ModelRepository(tmp_path, by_version, max_bytes=rows + dense) as enough:
+            enough.load("m")
+            enough.unload("m")
+            enough.load("other")
 
 
 def test_updates_reach_lookups_and_outlive_the_server(tmp_path: Path) -> None:

@@ -56,6 +56,10 @@ class RowLoader:
         with self._lock:
             return self._versions.read(rows)
 
+    def has_rows_of(self, store_name: str) -> bool:
+        """True where levels have rows of a table, by its name in stores, since it was loaded."""
+        return store_name in self._present
+
     def is_due(
         self, rows: RowsOf, version: int, content: int | None, lookup: LeveledLookup
     ) -> bool:

@@ -50,6 +50,8 @@ class VersionLoader:
         self._held: dict[object, dict[str, int]] = {}
         """The bytes of each loaded version: by the names of its tables in stores, and of its dense
         part."""
+        self._left: dict[str, int] = {}
+        """Those of rows that stayed in the stores when their versions were let go of, likewise."""
         self._lock = threading.Lock()
 
     def load(self, name: str, number: int, options: ModelOptions) -> VersionLease:
@@ -75,14 +77,16 @@ class VersionLoader:
         )
         token = object()
         with self._lock:
-            held = {place: n for of_one in self._held.values() for place, n in of_one.items()}
+            held = dict(self._left)
+            for of_one in self._held.values():
+                held |= of_one
             what = f"version {number} of model {name}"
             check_needs(what, needs, held, self._max_bytes)
             of_version = needs.dense + needs.captured
             self._held[token] = {**needs.tables, f"{what}, dense part": of_version}
 
         with contextlib.ExitStack() as releasing:
-            releasing.callback(self._forget, token)
+            releasing.callback(self._forget, token, {} if options.rows_by_version else needs.tables)
             check_files(folder, description)
             releasing.callback(self.lookups.release, token)
             lookups = self.lookups.take(token, dict(tables.values()), options.make_lookup)
@@ -132,10 +136,11 @@ class VersionLoader:
             if lookups[rows.store_name].levels is not None:
                 self.rows.note_loaded(rows, description.version, content)
 
-    def _forget(self, token: object) -> None:
-        """Count the bytes of a version no more."""
+    def _forget(self, token: object, tables: Mapping[str, int]) -> None:
+        """Count the bytes of a version no more, but for those of ``tables``, whose rows stay."""
         with self._lock:
             del self._held[token]
+            self._left |= {name: n for name, n in tables.items() if self.rows.has_rows_of(name)}
 
     def _drop(self, token: object, rows: RowsOf, lookup: LeveledLookup) -> None:
         """Delete the rows of a version that is let go of while the server goes on, unless another
