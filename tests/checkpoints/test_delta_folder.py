@@ -186,6 +186,47 @@ def test_exports_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
         load_deltas(model, path)
 
 
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (f"000001/rows/{_A}/rows-00000-00000.safetensors", "must have .* bytes and CRC-32"),
+        ("000001/changes.safetensors", "must have .* bytes and CRC-32"),
+        ("000001/rest.safetensors", "must have .* bytes and CRC-32"),
+    ],
+)
+def test_damaged_exports_change_nothing(place: str, message: str, tmp_path: Path) -> None:
+    model, _ = two_days(tmp_path)
+    model.tables.erase(torch.tensor([1, 2]), table="a")
+    before = contents(model)
+    content = bytearray((tmp_path / place).read_bytes())
+    content[-1] ^= 1
+    (tmp_path / place).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{place} {message}"):
+        load_deltas(model, tmp_path)
+    assert_same(contents(model), before)
+
+
+def test_exports_of_other_static_tables_change_nothing(tmp_path: Path) -> None:
+    two_days(tmp_path)
+    longer = Model()
+    config = torchembed.EmbeddingBagConfig(
+        name="c", num_embeddings=99, embedding_dim=2, feature_names=("c",)
+    )
+    longer.tables.embedding_bags["c"] = torchembed.EmbeddingBagCollection(
+        tables=[config]
+    ).embedding_bags["c"]
+    before = contents(longer)
+    with pytest.raises(ValueError, match=r"table tables\.embedding_bags\.c\.weight must have"):
+        load_deltas(longer, tmp_path)
+    assert_same(contents(longer), before)
+    more = Model()
+    more.add_module("more", torchembed.EmbeddingBag(3, 2))
+    before = contents(more)
+    with pytest.raises(ValueError, match=r"and these differ: \['more.weight'\]"):
+        load_deltas(more, tmp_path)
+    assert_same(contents(more), before)
+
+
 def test_tables_without_a_log_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="table a keeps no log of the ids that leave it"):
         DeltaFolder(tmp_path).export(Model(deletion_log=0), 0)

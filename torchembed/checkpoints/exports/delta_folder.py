@@ -17,7 +17,7 @@ from torchembed.checkpoints.exports.model_shards import ModelShards
 from torchembed.checkpoints.exports.whole_model import write_tensors
 from torchembed.checkpoints.files.checked_json import to_checked_json
 from torchembed.checkpoints.files.numbered_folders import numbered_folders
-from torchembed.checkpoints.files.storage import Storage
+from torchembed.checkpoints.files.storage import FileDigest, Storage
 from torchembed.checkpoints.files.tensor_file import bytes_of, header_of
 from torchembed.checkpoints.rows.model_rows import model_rows
 from torchembed.checkpoints.rows.row_folder import export_rows
@@ -30,7 +30,7 @@ from torchembed.tables import (
     TableDelta,
 )
 
-FORMAT = 1
+FORMAT = 2
 DESCRIPTION, CHANGES, REST, ROWS = "delta.json", "changes.safetensors", "rest.safetensors", "rows"
 
 
@@ -43,6 +43,8 @@ class Description(NamedTuple):
     the export before."""
     tables: list[str]
     """The weights of dynamic tables by their names in ``state_dict``."""
+    files: dict[str, FileDigest]
+    """Size and CRC-32 of each file beside rows, which have their own, by name."""
 
 
 class DeltaFolder:
@@ -102,14 +104,19 @@ class DeltaFolder:
             chunks = _chunks(here[name], found, name, whole) if name in here else iter(())
             export_rows(chunks, f"{folder}/{ROWS}/{name}")
         changes = _of_all_ranks({n: (t.id_share.place, found.tables[n]) for n, t in here.items()})
-        described = {"format": FORMAT, **Description(number, found.is_whole, names)._asdict()}
         decide_on_first_rank(lambda: _write_file(storage, CHANGES, changes), what)
         shards = ModelShards(model)
         rest = {n: w for n, w in shards.tensors.items() if not is_of_tables(n, names)}
         open_file = functools.partial(storage.create_stream, storage.path(REST), "wb")
         write_tensors(shards, open_file, rest, what)
-        description = to_checked_json(described)
-        decide_on_first_rank(lambda: self._folders.complete(number, description), what)
+
+        def end() -> None:
+            files = {name: storage.written[storage.path(name)] for name in (CHANGES, REST)}
+            described = Description(number, found.is_whole, names, files)._asdict()
+            content = to_checked_json({"format": FORMAT, **described})
+            self._folders.complete(number, content)
+
+        decide_on_first_rank(end, what)
         self._marks, self._number = found.marks, number
         return found.is_whole
 

@@ -1,6 +1,7 @@
 """A model brought up to date by numbered exports of it."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,13 @@ from torchembed.checkpoints.exports.model_changes import dynamic_tables
 from torchembed.checkpoints.exports.whole_model import import_tables
 from torchembed.checkpoints.files.checked_json import from_checked_json
 from torchembed.checkpoints.files.numbered_folders import NumberedFolders, numbered_folders
-from torchembed.checkpoints.files.storage import Storage
+from torchembed.checkpoints.files.storage import FileDigest, Storage
 from torchembed.checkpoints.files.tensor_file import open_safetensors
 from torchembed.checkpoints.rows.model_rows import load_rows
 from torchembed.checkpoints.rows.row_folder import open_rows
+from torchembed.checkpoints.rows.row_source import RowSource
 from torchembed.core import ranks
-from torchembed.core.ranks.collective_errors import raise_on_all_ranks
+from torchembed.core.ranks.collective_errors import decide_on_first_rank, raise_on_all_ranks
 from torchembed.tables import (
     HashIndex,
     Table,
@@ -56,18 +58,20 @@ def load_deltas(model: nn.Module, path: str | Path, *, after: int | None = None)
     Raises:
         FileNotFoundError: if there is no export, or one that is needed is missing.
         ValueError: if a file is not as it was written, or a name, shape or dtype is not the
-            model's.
+            model's. Nothing is changed in either case.
     """
     what = f"load the exports in {path}"
     folders = numbered_folders(path, DESCRIPTION)
     exports = raise_on_all_ranks(lambda: _exports_to_read(path, folders, after), what)
     last = exports[-1].number if exports else after
     assert last is not None
-    num_left_out = 0
-    for export in exports:
-        num_left_out += _load_tables(model, folders.folder(export.number), export, what)
-    if exports:
-        _load_rest(model, f"{folders.folder(last)}/{REST}", exports[-1], what)
+    if not exports:
+        return last, 0
+    # All is opened and checked before anything changes.
+    opened = [_open_tables(model, folders.folder(e.number), e, what) for e in exports]
+    rest = _open_rest(model, folders.folder(last), exports[-1], what)
+    num_left_out = sum(_load_tables(model, of_export, what) for of_export in opened)
+    _load_rest(model, rest, what)
     return last, num_left_out
 
 
@@ -106,49 +110,104 @@ def _read_description(folder: str, number: int) -> Description:
         fields = from_checked_json(content)
         version = fields.pop("format")
         if version == FORMAT:
-            return Description(**fields)._replace(number=number)
+            files = {name: FileDigest(*digest) for name, digest in fields.pop("files").items()}
+            return Description(**fields, files=files)._replace(number=number)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"file {file} is corrupt: export again ({error})") from None
     raise ValueError(f"file {file} has format {version}, and this release knows {FORMAT}")
 
 
-def _load_tables(model: nn.Module, folder: str, export: Description, what: str) -> int:
-    tables, num_left_out = dynamic_tables(model), 0
+class _Tables(NamedTuple):
+    """Changes of the dynamic tables in an export."""
+
+    is_whole: bool
+    rows: dict[str, RowSource]
+    """By the weights of tables."""
+    changes: dict[str, Tensor]
+
+
+class _Rest(NamedTuple):
+    """All that is not of dynamic tables."""
+
+    own: dict[str, Tensor]
+    """The model's own tensors of it, by name."""
+    static: list[str]
+    """Names of the weights of static tables, which ranks may share."""
+    found: dict[str, Tensor]
+
+
+def _open_tables(model: nn.Module, folder: str, export: Description, what: str) -> _Tables:
+    """The changes in an export, checked; collective."""
+    tables = dynamic_tables(model)
     known = {name for of_rank in ranks.gather_objects(list(tables)) for name in of_rank}
     if known != set(export.tables):
         raise ValueError(
             f"model must have the dynamic tables of {folder}, {sorted(export.tables)}, got "
             f"{sorted(known)}"
         )
-    changes = raise_on_all_ranks(lambda: open_safetensors(f"{folder}/{CHANGES}"), what)
-    for name in export.tables:
+    decide_on_first_rank(lambda: _check_file(folder, CHANGES, export), what)
+
+    def read() -> _Tables:
+        changes = open_safetensors(f"{folder}/{CHANGES}")
+        rows = {name: open_rows(f"{folder}/{ROWS}/{name}") for name in export.tables}
+        for name, table in tables.items():
+            _num_shared(name, table, changes[f"{name}.shared"])
+        return _Tables(export.is_whole, rows, changes)
+
+    return raise_on_all_ranks(read, what)
+
+
+def _check_file(folder: str, name: str, export: Description) -> None:
+    """Raise ``ValueError`` where a file of an export is not as it was written."""
+    storage = Storage(folder)
+    path, wanted = storage.path(name), export.files[name]
+    found = storage.digest(path)
+    if found != wanted:
+        raise ValueError(
+            f"file {path} must have {wanted.num_bytes} bytes and CRC-32 {wanted.crc32:08x} as it "
+            f"was written, got {found.num_bytes} and {found.crc32:08x}; it is corrupt: export again"
+        )
+
+
+def _load_tables(model: nn.Module, export: _Tables, what: str) -> int:
+    tables, num_left_out = dynamic_tables(model), 0
+    for name, rows in export.rows.items():
         table = tables.get(name)
         if table is not None and export.is_whole:
             clear_ids(table)
         elif table is not None:
-            erase_ids(table, changes[f"{name}.deleted"])
-        rows = raise_on_all_ranks(lambda name=name: open_rows(f"{folder}/{ROWS}/{name}"), what)
+            erase_ids(table, export.changes[f"{name}.deleted"])
         num_left_out += load_rows(model, name, rows)
-        shared = changes[f"{name}.shared"]
-        raise_on_all_ranks(
-            lambda table=table, name=name, shared=shared: _load_shared(name, table, shared), what
-        )
+        if table is not None:
+            _load_shared(name, table, export.changes[f"{name}.shared"])
     return num_left_out
 
 
-def _load_shared(name: str, table: Table | None, shared: Tensor) -> None:
-    """Give a table the rows that ids share, ``[W * k, D]`` of its parts when it was exported."""
-    if table is None:
-        return
-    index = table.group.index
-    assert isinstance(index, HashIndex)
-    first = index.capacity(table.group.tables.index(table))
-    num_rows = table.num_rows - first
+def _num_shared(name: str, table: Table, shared: Tensor) -> int:
+    """The number of rows that ids share in a table's part on this rank, of which an export has
+    ``shared``, ``[W * k, D]`` of its parts.
+
+    Raises:
+        ValueError: where the exported table had other numbers of them.
+    """
+    num_rows = table.num_rows - _first_shared(table)
     if bool(num_rows) != bool(len(shared)) or (num_rows and len(shared) % num_rows):
         raise ValueError(
             f"table {name} must have as many hashed rows as the exported one, which has "
             f"{len(shared)} on all ranks, got {num_rows} on each"
         )
+    return num_rows
+
+
+def _first_shared(table: Table) -> int:
+    index = table.group.index
+    assert isinstance(index, HashIndex)
+    return index.capacity(table.group.tables.index(table))
+
+
+def _load_shared(name: str, table: Table, shared: Tensor) -> None:
+    """Give a table the rows that ids share."""
+    num_rows, first = _num_shared(name, table, shared), _first_shared(table)
     if not num_rows:
         return
     parts = shared.view(-1, num_rows, table.spec.dim)
@@ -158,26 +217,36 @@ def _load_shared(name: str, table: Table | None, shared: Tensor) -> None:
     write_numbered_rows(table, torch.arange(first, table.num_rows), of_part[:, columns], {})
 
 
-def _load_rest(model: nn.Module, file: str, export: Description, what: str) -> None:
-    """Give all that is not of dynamic tables its values."""
+def _open_rest(model: nn.Module, folder: str, export: Description, what: str) -> _Rest:
+    """All that is not of dynamic tables in an export, checked; collective."""
+    decide_on_first_rank(lambda: _check_file(folder, REST, export), what)
+    file = f"{folder}/{REST}"
     found = raise_on_all_ranks(lambda: open_safetensors(file), what)
-    static = {
-        name
+    here = {
+        name: [table.spec.num_ids, table.spec.dim]
         for name, parameter in model.named_parameters()
         if (table := table_of(parameter)) is not None and table.spec.num_ids is not None
     }
-    static = {name for of_rank in ranks.gather_objects(static) for name in of_rank}
+    static = {
+        name: shape for of_rank in ranks.gather_objects(here) for name, shape in of_rank.items()
+    }
 
-    def copy() -> None:
+    def read() -> _Rest:
         with meta_rows_in_state_dicts():
             state = model.state_dict(keep_vars=True)
         own = {n: t for n, t in state.items() if isinstance(t, Tensor) and n not in static}
         own = {n: t for n, t in own.items() if not is_of_tables(n, export.tables)}
-        if own.keys() != found.keys() - static:
-            differing = sorted(own.keys() ^ (found.keys() - static))
+        differing = sorted((own.keys() | static.keys()) ^ found.keys())
+        if differing:
             raise ValueError(
                 f"model must have the tensors of {file}, and these differ: {differing}"
             )
+        for name, shape in static.items():
+            if list(found[name].shape) != shape:
+                raise ValueError(
+                    f"table {name} must have the rows of {file}, {list(found[name].shape)}, got "
+                    f"{shape}"
+                )
         for name, tensor in own.items():
             if hasattr(tensor, "placements"):  # a DTensor
                 raise ValueError(
@@ -189,8 +258,17 @@ def _load_rest(model: nn.Module, file: str, export: Description, what: str) -> N
                     f"{name} must be {tensor.dtype} {list(tensor.shape)} as the model's, and is "
                     f"{found[name].dtype} {list(found[name].shape)} in {file}"
                 )
-        for name, tensor in own.items():
-            tensor.data.copy_(found[name])
+        return _Rest(own, sorted(static), found)
+
+    return raise_on_all_ranks(read, what)
+
+
+def _load_rest(model: nn.Module, rest: _Rest, what: str) -> None:
+    """Give all that is not of dynamic tables its values; collective."""
+
+    def copy() -> None:
+        for name, tensor in rest.own.items():
+            tensor.data.copy_(rest.found[name])
 
     raise_on_all_ranks(copy, what)
-    import_tables(model, {name: found[name] for name in sorted(static)})
+    import_tables(model, {name: rest.found[name] for name in rest.static})
