@@ -135,3 +135,16 @@ def test_what_the_cache_alone_misses_is_a_tensor() -> None:
     assert found.is_missing.tolist() == [False, True, True, False]
     assert found.num_missing.tolist() == [2]
     assert found.rows.tolist() == [[3.0, 0, 0, 0, 0], [0.5] * 5, [2.0] * 5, [0.0] * 5]
+
+
+def test_deletions_that_are_refused_leave_the_rows() -> None:
+    tables = [ServedTable(name="t", dim=2)]
+    with MemoryStore() as store:
+        levels = RowLevels([store], tables)
+        with LeveledLookup(EmbeddingCache(tables, num_rows=4), levels) as lookup:
+            keys, rows = torch.tensor([1, 2]), torch.ones(2, 2)
+            with pytest.raises(TypeError, match="deleted_keys must be int64, got int32"):
+                lookup.apply_rows("t", keys, rows, torch.tensor([1], dtype=torch.int32))
+            with pytest.raises(ValueError, match=r"deleted_keys must have 1 dimension\(s\)"):
+                lookup.apply_rows("t", keys, rows, torch.tensor([[1]]))
+            assert levels.num_rows("t") == 0

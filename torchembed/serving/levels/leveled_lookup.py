@@ -205,6 +205,9 @@ class LeveledLookup:
             )
         keys, lines = self._lines(place, keys, rows)
         deleted = keys[:0] if deleted_keys is None else deleted_keys.cpu()
+        # Before rows are written: what is refused is not done in part.
+        checks.check_dtype("deleted_keys", deleted, (torch.int64,), "call .long()")
+        checks.check_dim("deleted_keys", deleted, 1)
         with levels.updating(table, torch.cat([keys, deleted])):
             levels.write_lines(table, keys, lines.cpu())
             last = last_places(keys.numpy())
