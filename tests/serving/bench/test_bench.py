@@ -1,6 +1,7 @@
 """The load generator: its arithmetic, its schedule, and whole runs against real servers."""
 
 import json
+import re
 import threading
 import time
 from contextlib import nullcontext
@@ -94,6 +95,42 @@ def test_requests_are_made_of_the_metadata() -> None:
         assert request[name].min(initial=0) >= 0 and request[name].max(initial=0) < 7
     with pytest.raises(ValueError, match=r"input x must be INT64 or one of .*, got BYTES"):
         MadeRequests([{"name": "x", "datatype": "BYTES", "shape": [-1]}], batch_size=1, num_ids=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--url", "h:1", "--clients", "0"),
+            "--clients: must be a whole number .*, got '0'",
+        ),
+        (("--url", "h:1", "--num-ids", "-1"), "--num-ids: must be a whole number .*, got '-1'"),
+        (("--url", "h:1", "--rate", "0"), "--rate: must be a number above 0, got '0'"),
+        (("--url", "h:1", "--seconds", "nan"), "--seconds: must be a number above 0, got 'nan'"),
+        (("--url", "h:1", "--seconds", "x"), "--seconds: must be a number above 0, got 'x'"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model", "m", *arguments])
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_what_cannot_be_measured_is_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--url", "h:1", "--batch-sizes", "1", "2"]
+    for arguments, message in (
+        ([], "give either --url or --in-process"),
+        (sizes, "--batch-sizes must be one number with --url, got 1 2"),
+        (["--in-process", str(tmp_path)], "torchembed.serving.bench: model must be one that "),
+        (["--url", "127.0.0.1:1"], "torchembed.serving.bench: "),
+    ):
+        assert main(["--model", "m", *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(message)
 
 
 def test_a_server_and_a_model_without_one_are_measured(

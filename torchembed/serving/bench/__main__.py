@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,11 +23,27 @@ _NUM_REQUESTS = 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print a table; the exit status is 1 where a request failed."""
+    """Measure, and print a table.
+
+    Returns:
+        The exit status: 1 where a request failed, 2 where nothing could be measured.
+    """
     given = _parser().parse_args(arguments)
     if (given.url is None) == (given.in_process is None):
         print("give either --url or --in-process", file=sys.stderr)
         return 2
+    if given.url is not None and len(given.batch_sizes) > 1:
+        sizes = " ".join(map(str, given.batch_sizes))
+        print(f"--batch-sizes must be one number with --url, got {sizes}", file=sys.stderr)
+        return 2
+    try:
+        return _measure(given)
+    except (ImportError, LookupError, OSError, RuntimeError, ValueError) as error:
+        print(f"torchembed.serving.bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _measure(given: argparse.Namespace) -> int:
     if given.in_process is not None:
         results = list(_measured(given))
         report: dict[str, Any] = {"in_process": [_plain(result) for result in results]}
@@ -50,16 +67,34 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True)
     parser.add_argument("--protocol", choices=("http", "grpc"), default="http")
     parser.add_argument("--metrics", help="URL of a server's metrics, for the times of its stages")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32], help="samples each")
-    parser.add_argument("--clients", type=int, default=4, help="that send at once")
-    parser.add_argument("--rate", type=float, help="requests a second; without it, all that go")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each batch size")
-    parser.add_argument("--num-ids", type=int, default=1000, help="ids are below this")
+    parser.add_argument("--batch-sizes", type=_count, nargs="+", default=[32], help="samples each")
+    parser.add_argument("--clients", type=_count, default=4, help="that send at once")
+    parser.add_argument("--rate", type=_positive, help="requests a second; without it, all that go")
+    parser.add_argument("--seconds", type=_positive, default=5.0, help="for each batch size")
+    parser.add_argument("--num-ids", type=_count, default=1000, help="ids are below this")
     parser.add_argument("--exponent", type=float, default=1.05, help="of the ids' Zipf law")
     parser.add_argument("--cached", type=float, default=1.0, help="in process: part of the rows")
     parser.add_argument("--device", default="cpu", help="in process: of cache and dense part")
     parser.add_argument("--output", type=Path, help="a JSON file for all figures")
     return parser
+
+
+def _count(text: str) -> int:
+    """A whole number from 1 on; for argparse."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    """A number above 0; for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return number
 
 
 def _measured(given: argparse.Namespace) -> list[InProcessResult]:

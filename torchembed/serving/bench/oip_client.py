@@ -35,10 +35,20 @@ class OipClient:
         self._is_grpc, self._model = protocol == "grpc", model
 
     def inputs(self) -> Sequence[Mapping[str, Any]]:
-        """Name, datatype and shape of each input of the model."""
-        if self._is_grpc:
-            return self._connection.get_model_metadata(self._model, as_json=True)["inputs"]
-        return self._connection.get_model_metadata(self._model)["inputs"]
+        """Name, datatype and shape of each input of the model.
+
+        Raises:
+            LookupError: where the server does not describe the model; it says why.
+        """
+        from tritonclient.utils import InferenceServerException
+
+        as_json = {"as_json": True} if self._is_grpc else {}
+        try:
+            return self._connection.get_model_metadata(self._model, **as_json)["inputs"]
+        except InferenceServerException as error:
+            raise LookupError(
+                f"model {self._model!r} must be one that the server describes, and it says: {error}"
+            ) from error
 
     def prepared(self, arrays: Mapping[str, np.ndarray]) -> list[Any]:
         """A request of ``arrays``, for :meth:`ask`."""
