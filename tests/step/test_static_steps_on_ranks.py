@@ -22,6 +22,7 @@ from tests.support.sharded_cases import (
     make_model,
     make_optimizer,
 )
+from tests.support.sharding_matrix import on_two_nodes
 from tests.support.steps_on_ranks import (
     BAD_STEP,
     MIXED,
@@ -212,11 +213,25 @@ def test_static_steps_equal_plain_ones() -> None:
         assert all(result["captured"] for result in of_ranks)
 
 
+def test_static_steps_on_two_nodes_equal_plain_ones() -> None:
+    runs = [(case, bad_rank) for case in on_two_nodes(CASES[1:3]) for bad_rank in (NO_RANK, 1)]
+    results = run_on_ranks(4, train_in_static_steps, runs)
+    for number, (case, bad_rank) in enumerate(runs):
+        of_ranks = [rank_results[number] for rank_results in results]
+        expected = train_plainly(case, 4, bad_rank)
+        assert_equal_rows([result["rows"] for result in of_ranks], expected, str(case))
+        skipped = [int(step == BAD_STEP and bad_rank == 1) for step in range(NUM_STEPS)]
+        assert [result["skipped"] for result in of_ranks] == [skipped] * 4
+        assert all(result["captured"] for result in of_ranks)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", WireTransport)
 def test_graphs_equal_plain_steps_on_all_gpus(transport: WireTransport) -> None:
     num_ranks = torch.cuda.device_count()
     cases = [dataclasses.replace(case, transport=transport) for case in CASES]
+    if transport is WireTransport.COLLECTIVE and num_ranks in (4, 8):
+        cases += on_two_nodes(CASES)
     for bad_rank in (num_ranks - 1, NO_RANK):
         results = run_on_ranks(
             num_ranks, train_in_graphs, cases, bad_rank, backend="cpu:gloo,cuda:nccl"
