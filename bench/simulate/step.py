@@ -12,13 +12,13 @@ from torchembed import plan_embeddings
 from torchembed.sharding import PlanReport, Topology
 from torchembed.sharding.planning.load_seconds import ALL_REDUCE_EXCHANGES
 from torchembed.sharding.planning.topology import Hardware
-from torchembed.sharding.wire import BUCKET_BYTES
 
 SORT_SECONDS, SORT_SECONDS_PER_ID = 30e-6, 0.13e-9
 """Finding the rows and runs of a batch's ids, fixed and for each id that a rank receives: fitted to
 the stage ``ids`` of ``bench/results/step_stages_2_h200.json``."""
-MEAN_PARTS = 4
-"""Parts of the dense gradients, each of which is averaged and updated as soon as it is there."""
+MOST_PARTS = 4
+"""Parts of the dense gradients, each of which is averaged and updated as soon as it is there; fewer
+where they have fewer buckets."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,20 +87,19 @@ def simulated_step(setting: Setting) -> SimulatedStep:
         topology=setting.topology,
     )
     report = plan_embeddings(model, planner, wire=wire_precision(setting.wire))
-    gradient_bytes = torch.bfloat16.itemsize * sum(
-        parameter.numel() for parameter in workload.dense_parameters(model)
-    )
-    return SimulatedStep(_tasks(setting, report, gradient_bytes), report)
+    return SimulatedStep(_tasks(setting, report), report)
 
 
-def _tasks(setting: Setting, report: PlanReport, gradient_bytes: int) -> list[Task]:
+def _tasks(setting: Setting, report: PlanReport) -> list[Task]:
     stages = {name: ms * 1e-3 for name, ms in predicted_ms(report).items()}
-    ranks = report.ranks
+    ranks, dense = report.ranks, report.dense
+    assert dense is not None
     num_ids = setting.batch_per_gpu * sum(workload.HOTNESS)
     backward = stages["dense backward"] / 2
     met = report.topology.collective_seconds if setting.num_gpus > 1 else 0.0
-    num_means = -(-gradient_bytes // BUCKET_BYTES) + (ranks[0].all_reduce_seconds > 0)
+    num_means = dense.num_buckets + (ranks[0].all_reduce_seconds > 0)
     mean_met = num_means * ALL_REDUCE_EXCHANGES * met
+    num_parts = min(dense.num_buckets, MOST_PARTS)
 
     def exchange(name: str, seconds: float, *after: str) -> Task:
         return Task(name, Engine.WIRES, seconds, after, min(met, seconds))
@@ -125,21 +124,21 @@ def _tasks(setting: Setting, report: PlanReport, gradient_bytes: int) -> list[Ta
     ]
     # Gradients of weights are computed last, since nothing but their means waits for them.
     earlier = "backward of inputs"
-    for number in range(MEAN_PARTS):
+    for number in range(num_parts):
         weights, mean = f"backward of weights {number}", f"mean {number}"
         tasks += [
-            Task(weights, Engine.MULTIPROCESSORS, backward / MEAN_PARTS, (earlier,)),
+            Task(weights, Engine.MULTIPROCESSORS, backward / num_parts, (earlier,)),
             Task(
                 mean,
                 Engine.WIRES,
-                stages["mean"] / MEAN_PARTS,
+                stages["mean"] / num_parts,
                 (weights,),
-                mean_met / MEAN_PARTS,
+                mean_met / num_parts,
             ),
             Task(
                 f"dense update {number}",
                 Engine.MULTIPROCESSORS,
-                stages["dense update"] / MEAN_PARTS,
+                stages["dense update"] / num_parts,
                 (mean,),
             ),
         ]

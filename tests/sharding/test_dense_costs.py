@@ -56,6 +56,23 @@ def test_by_precision_optimizer_and_wire() -> None:
     assert alone.forward_seconds == 0.0  # of a topology that knows no rate
 
 
+def test_several_nodes_average_in_as_few_buckets_as_their_meetings_ask_for() -> None:
+    topology = dataclasses.replace(make_topology(2, 4), exchange_seconds=0.1, peer_seconds=0.1)
+    met = 1.5 * (2 * 0.1 + 0.4 + 0.2)  # as long as 30 MB, at 40 ns a byte
+    full = dataclasses.replace(USE, dtype=torch.float32)
+    for num_parameters, num_buckets in ((1 << 20, 1), (1 << 24, 1), (1 << 25, 2), (1 << 26, 3)):
+        use = dataclasses.replace(full, num_parameters=num_parameters)
+        cost = dense_cost(use, cost_model(PLANNER, topology))
+        assert cost.num_buckets == num_buckets
+        assert cost.mean_seconds == near(num_parameters * 4 * 40e-9 + num_buckets * met)
+    # In 16 bits half as much is sent, so that one bucket does.
+    wire = WirePrecision(dense=torch.bfloat16)
+    use = dataclasses.replace(full, num_parameters=1 << 24)
+    assert dense_cost(use, cost_model(PLANNER, topology, wire)).num_buckets == 1
+    assert dense_cost(use, cost_model(PLANNER, make_topology(2, 4))).num_buckets == 16
+    assert dense_cost(use, cost_model(PLANNER, TOPOLOGY)).num_buckets == 16
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

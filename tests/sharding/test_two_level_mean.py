@@ -1,5 +1,6 @@
 """The mean of dense gradients over several nodes: within each, and between them."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torchembed
 from tests.support.gradient_means import assert_means
+from tests.support.planning import make_topology
 from tests.support.ranks import run_on_ranks
 from tests.support.values import normal
+from torchembed.sharding import Planner
 from torchembed.sharding.transport.gradient_mean import GradientMean
 from torchembed.sharding.transport.process_groups import borrow_groups
 from torchembed.sharding.transport.two_level_mean import TwoLevelMean
@@ -142,6 +145,43 @@ def collectives_and_gradients() -> list[Any]:
         parameter.grad = None
     last(first(x)).sum().backward()
     return [*found, [parameter.grad.item() for parameter in parameters]]
+
+
+def buckets_and_bits() -> list[tuple[int, list[np.ndarray]]]:
+    """For meetings that take no time, and some: the buckets of a model's dense gradients, 7 MB in
+    five weights, and the gradients."""
+    mesh = init_device_mesh("cpu", (NUM_NODES, NUM_RANKS // NUM_NODES))
+    config = torchembed.EmbeddingBagConfig(
+        name="t", num_embeddings=8, embedding_dim=2, feature_names=("f",)
+    )
+    found = []
+    for seconds in (0.0, 1.0):
+        model = nn.ModuleDict({"table": torchembed.EmbeddingBagCollection([config])})
+        model["dense"] = nn.Sequential(*(nn.Linear(600, 600, bias=False) for _ in range(5)))
+        for seed, parameter in enumerate(model["dense"].parameters()):
+            parameter.data = normal(600, 600, seed=seed) / 25
+        topology = make_topology(NUM_NODES, NUM_RANKS // NUM_NODES)
+        topology = dataclasses.replace(topology, peer_seconds=seconds)
+        torchembed.shard_embeddings(model, mesh, Planner(batch_size=4, topology=topology))
+        x = normal(4, 600, seed=100 + dist.get_rank())
+        with torch.profiler.profile() as profile:
+            model["dense"](x).square().mean().backward()
+        reduced = [event for event in profile.events() if event.name == "c10d::allreduce_"]
+        gradients = [p.grad.numpy() for p in model["dense"].parameters() if p.grad is not None]
+        found.append((len(reduced), gradients))
+    return found
+
+
+def test_the_size_of_buckets_changes_no_bits() -> None:
+    by_rank = run_on_ranks(NUM_RANKS, buckets_and_bits)
+    (_, expected), _ = by_rank[0]
+    assert len(expected) == 5
+    for found in by_rank:
+        assert [num_buckets for num_buckets, _ in found] == [2, 1]
+        for _, gradients in found:
+            # Two numbers are added in each level, in either order.
+            for one, other in zip(gradients, expected, strict=True):
+                np.testing.assert_array_equal(one, other)
 
 
 def test_a_model_on_several_nodes_averages_in_two_levels() -> None:

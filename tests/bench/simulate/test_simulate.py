@@ -9,7 +9,7 @@ import pytest
 from bench.planning.costs import RESULTS, stored_rows
 from bench.simulate.__main__ import Config, main
 from bench.simulate.measured import MOST_SPREAD, Comparison, comparisons, fitted, squares
-from bench.simulate.schedule import FITTED, Engine
+from bench.simulate.schedule import FITTED, Engine, stage_of
 from bench.simulate.step import Setting, simulated_step
 from torchembed.sharding import H100, H200
 
@@ -105,6 +105,19 @@ def test_tables_batches_and_links_scale() -> None:
     slower = weights_and_bytes(dataclasses.replace(plain, hardware=slow))[1]
     # Each setting has a plan of its own.
     assert slower == pytest.approx(2 * seconds, rel=0.2)
+
+
+def test_averages_over_several_nodes_in_larger_buckets() -> None:
+    for num_gpus, num_buckets, num_parts in ((8, 8, 4), (16, 2, 2)):
+        setting = Setting(hardware=H200, num_gpus=num_gpus, max_rows=100_000)
+        tasks, report = simulated_step(setting)
+        assert report.dense is not None
+        assert report.dense.num_buckets == num_buckets
+        means = [task for task in tasks if stage_of(task.name) == "mean"]
+        assert len(means) == num_parts
+        # And one for replicated tables.
+        met = 1.5 * setting.topology.collective_seconds * (num_buckets + 1)
+        assert sum(task.met_seconds for task in means) == pytest.approx(met)
 
 
 def test_ranks_meet_in_every_exchange_and_mean() -> None:

@@ -40,6 +40,7 @@ from torchembed.modules.single_table import SingleTable
 from torchembed.modules.table_module import TableModule
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim.fused import FusedOptimizer
+from torchembed.sharding.planning.bucket_size import bytes_of_a_meeting
 from torchembed.sharding.planning.memory_budget import check_hosts, memory_budget
 from torchembed.sharding.planning.plan import (
     Placement,
@@ -48,7 +49,7 @@ from torchembed.sharding.planning.plan import (
 )
 from torchembed.sharding.planning.plan_report import PlanReport
 from torchembed.sharding.planning.planner import Planner
-from torchembed.sharding.planning.topology import available_host_bytes, free_bytes
+from torchembed.sharding.planning.topology import Topology, available_host_bytes, free_bytes
 from torchembed.sharding.transport.gradient_mean import most_bytes_of_a_bucket
 from torchembed.sharding.transport.peer_access import check_transport
 from torchembed.sharding.transport.pushed_mean import most_bytes_of_means
@@ -151,6 +152,7 @@ def shard_embeddings(
     assert checked is not None
     rule = None if optimizer is None else UpdateRule(kind=optimizer.kind)
     _check_memory(model, checked, report, rule, flat, transport)
+    meeting_bytes = _bytes_of_a_meeting(checked, report, flat)
     singles = single_tables(model)
     of_plan = set(singles.values())
     has_other_tables = any(
@@ -181,8 +183,19 @@ def shard_embeddings(
             _replace(model, collection, _sharded(collection, plans, ranks, device))
     _agree_on_seeds(model, ranks)
     _shard_singles(model, singles, checked, ranks, device)
-    _train_data_parallel(model, ranks)
+    _train_data_parallel(model, ranks, meeting_bytes)
     return model
+
+
+def _bytes_of_a_meeting(plan: ShardingPlan, report: PlanReport | None, mesh: DeviceMesh) -> float:
+    """:func:`bytes_of_a_meeting` of the ranks. Collective for several nodes where no planner's
+    ``report`` knows their topology."""
+    if report is not None:
+        return bytes_of_a_meeting(report.topology)
+    if plan.num_nodes == 1:
+        return 0.0
+    group, device = mesh.get_group(), device_of(mesh)
+    return bytes_of_a_meeting(Topology.of_group(group, device, num_nodes=plan.num_nodes))
 
 
 def _agree_on_seeds(model: nn.Module, ranks: TableRanks) -> None:
@@ -279,8 +292,12 @@ def _check_memory(
         _logger.info("%s", tightest)
 
 
-def _train_data_parallel(model: nn.Module, ranks: TableRanks) -> None:
-    """Make parameters that are not sharded equal on all ranks, and average their gradients."""
+def _train_data_parallel(model: nn.Module, ranks: TableRanks, meeting_bytes: float) -> None:
+    """Make parameters that are not sharded equal on all ranks, and average their gradients.
+
+    Args:
+        meeting_bytes: as that of :class:`GradientMean`.
+    """
     sharded = set()
     for module in model.modules():
         if not isinstance(module, TableModule):
@@ -294,6 +311,6 @@ def _train_data_parallel(model: nn.Module, ranks: TableRanks) -> None:
     replicated = [parameter for parameter in model.parameters() if parameter not in sharded]
     # Ranks may have drawn their own initial values: the first rank's count, as in DDP.
     copy_from_first([p.data for p in replicated], model, ranks.group)
-    ranks.average(replicated, sparse=with_sparse_gradients(model))
+    ranks.average(replicated, meeting_bytes=meeting_bytes, sparse=with_sparse_gradients(model))
     ignore_tables(model)
     leave_to_torchembed(model)

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+from torchembed.sharding.planning.bucket_size import bucket_bytes, bytes_of_a_meeting
 from torchembed.sharding.planning.costs import CostModel
 from torchembed.sharding.planning.load_seconds import ALL_REDUCE_EXCHANGES
-from torchembed.sharding.wire import BUCKET_BYTES
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 0.85, 1.5
 """Kernel launches of each layer, in units of `kernel_seconds`."""
@@ -38,6 +38,8 @@ class DenseCost(NamedTuple):
     mean_seconds: float
     """Seconds of averaging the gradients over ranks."""
     update_seconds: float
+    num_buckets: int
+    """Buckets in which several ranks average them."""
 
 
 def dense_cost(use: DenseUse, model: CostModel) -> DenseCost:
@@ -49,11 +51,12 @@ def dense_cost(use: DenseUse, model: CostModel) -> DenseCost:
     # Each weight multiplies and adds, once in forward, and in backward for each of two gradients.
     forward = 2 * use.num_weights * model.batch_size / (share * topology.flops)
     fixed = use.num_layers * topology.kernel_seconds
+    own = use.num_parameters * itemsize
+    sent = use.num_parameters * (model.wire.dense or use.dtype).itemsize
+    num_buckets = -(-own // bucket_bytes(own, sent, bytes_of_a_meeting(topology)))
     mean = 0.0
     if topology.num_ranks > 1:
-        on_wire = (model.wire.dense or use.dtype).itemsize
-        num_buckets = -(-use.num_parameters * itemsize // BUCKET_BYTES)
-        mean = model.all_reduce_seconds(use.num_parameters * on_wire)
+        mean = model.all_reduce_seconds(sent)
         mean += num_buckets * ALL_REDUCE_EXCHANGES * topology.collective_seconds
     # Gradient, master and state; 16-bit parameters are rounded copies of masters.
     update = itemsize + 8 * (1 + model.rule.num_states) + (itemsize if itemsize < 4 else 0)
@@ -63,4 +66,5 @@ def dense_cost(use: DenseUse, model: CostModel) -> DenseCost:
         mean_seconds=mean,
         update_seconds=update * use.num_parameters / topology.memory_bandwidth
         + topology.kernel_seconds,
+        num_buckets=num_buckets,
     )

@@ -19,6 +19,7 @@ from torchembed.autograd.weight_gradients import (
     when_gradients_are_complete,
 )
 from torchembed.core.left_behind import LeftBehind
+from torchembed.sharding.planning.bucket_size import bucket_bytes
 from torchembed.sharding.transport.finished_work import wait_for
 from torchembed.sharding.transport.mean_reduction import Numbers, Reducer, Reduction
 from torchembed.sharding.transport.pushed_mean import PushedMean
@@ -67,7 +68,9 @@ class GradientMean(LeftBehind):
         push: averages by push, within one node.
         nodes: groups like ``group``, by which gradients are averaged in two levels over several
             nodes. The group's all-reduce is used where this and ``push`` are None.
-        bucket_bytes: size from which on a bucket takes no further parameter.
+        bucket_bytes: size from which on a bucket takes no further parameter, at least.
+        meeting_bytes: :func:`~torchembed.sharding.planning.bucket_size.bytes_of_a_meeting` of the
+            ranks; larger buckets follow from it.
         sparse: those of the parameters whose gradients are sparse; they are averaged after the
             others.
         borrowed: the loan of ``group``, kept as long as this object.
@@ -82,6 +85,7 @@ class GradientMean(LeftBehind):
         push: PushedMean | None = None,
         nodes: NodeGroups | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        meeting_bytes: float = 0.0,
         sparse: Iterable[nn.Parameter] = (),
         borrowed: object = None,
     ) -> None:
@@ -98,7 +102,7 @@ class GradientMean(LeftBehind):
         self._reducer = Reducer(group, dtype, push, two_level)
         self._group = group
         self._dtype = dtype
-        self._bucket_bytes = bucket_bytes
+        self._least_bytes, self._meeting_bytes = bucket_bytes, meeting_bytes
         self._buckets: list[_Bucket] = []
         """Buckets of the current backward, in order; empty between backwards, unless one failed."""
         self._bucket_of: dict[Tensor, _Bucket] = {}
@@ -209,13 +213,15 @@ class GradientMean(LeftBehind):
         have changed since the last."""
         open_buckets: dict[torch.dtype, _Bucket] = {}
         sparse = set(self._sparse)
-        for parameter in self._order:
-            if not parameter.requires_grad or not self._is_averaged(parameter):
-                continue
-            if parameter in sparse:
-                continue
+        parameters = [
+            parameter
+            for parameter in self._order
+            if parameter.requires_grad and self._is_averaged(parameter) and parameter not in sparse
+        ]
+        full_bytes = self._full_bytes(parameters)
+        for parameter in parameters:
             bucket = open_buckets.get(parameter.dtype)
-            if bucket is None or bucket.num_bytes >= self._bucket_bytes:
+            if bucket is None or bucket.num_bytes >= full_bytes:
                 bucket = open_buckets[parameter.dtype] = _Bucket()
                 self._buckets.append(bucket)
             bucket.parameters.append(parameter)
@@ -226,6 +232,14 @@ class GradientMean(LeftBehind):
             # In the order of flat buffers, so that a bucket is few spans of them.
             bucket.parameters.sort(key=self._places.__getitem__)
         self._choose_carriers()
+
+    def _full_bytes(self, parameters: Sequence[Tensor]) -> int:
+        """The size of a bucket that takes no further one of ``parameters``, which are averaged."""
+        if not self._meeting_bytes:
+            return self._least_bytes
+        own = sum(p.numel() * p.element_size() for p in parameters)
+        sent = sum(p.numel() * (self._dtype or p.dtype).itemsize for p in parameters)
+        return bucket_bytes(own, sent, self._meeting_bytes, self._least_bytes)
 
     def _choose_carriers(self) -> None:
         """Choose the buckets that may carry numbers, where tables have fused optimizers."""
@@ -333,8 +347,8 @@ class GradientMean(LeftBehind):
 
 
 def most_bytes_of_a_bucket(num_elements: Iterable[int], num_numbers: int) -> int:
-    """The most bytes of a bucket in float32, for parameters of ``num_elements`` each and all
-    ``num_numbers`` additional numbers."""
+    """The most bytes of a bucket in float32 within one node, for parameters of ``num_elements``
+    each and all ``num_numbers`` additional numbers."""
     return BUCKET_BYTES + 4 * (max(num_elements, default=0) + num_numbers)
 
 

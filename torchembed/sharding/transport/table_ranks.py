@@ -152,10 +152,16 @@ class TableRanks:
         parameters: Iterable[nn.Parameter],
         *,
         bucket_bytes: int = BUCKET_BYTES,
+        meeting_bytes: float = 0.0,
         sparse: Iterable[nn.Parameter] = (),
     ) -> None:
         """Average the gradients of ``parameters``, and of tables that every rank holds, over ranks
-        in every backward from now on; ``sparse`` are those with sparse gradients."""
+        in every backward from now on.
+
+        Args:
+            bucket_bytes, meeting_bytes: as those of :class:`GradientMean`.
+            sparse: those with sparse gradients.
+        """
         push = None if self.push is None else PushedMean(self.push, "gradients")
         self.gradient_mean = GradientMean(
             parameters,
@@ -164,6 +170,7 @@ class TableRanks:
             push=push,
             nodes=self._groups.gradient_nodes,
             bucket_bytes=bucket_bytes,
+            meeting_bytes=meeting_bytes,
             sparse=sparse,
             borrowed=self._groups,
         )
