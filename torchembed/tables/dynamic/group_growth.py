@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.core.own_storage import with_own_storage
 from torchembed.ops.hash_table import locate_keys, moved_rows
 from torchembed.tables.dynamic.growth_demand import capacity_for
@@ -38,6 +39,7 @@ class GrownGroup:
             moved_rows(state, new_slots, num, initial=group.initial_state) for state in group.states
         )
 
+    @interrupts_deferred()
     @torch.no_grad()
     def take_place(self) -> None:
         """Let the group go on with the new rows. Parameters and what optimizers show of the state

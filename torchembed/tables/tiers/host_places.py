@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.core.row_caches import CacheCounter, RowCache
 from torchembed.ops.row_cache import RowMoves, claim_slots, empty_row_cache, find_cached
 from torchembed.tables.tiers.fetched_rows import FetchedRows
@@ -66,6 +67,7 @@ class HostPlaces:
         """The place of each of ``rows [n]``; -1 for row -1, and for rows that have none."""
         return find_cached(self.cache.slot_of_row, rows)
 
+    @interrupts_deferred()  # A row that is said to have a place must come there.
     def claim(
         self,
         fetched: FetchedRows,
@@ -147,6 +149,7 @@ class HostPlaces:
             # Those of batches that were prepared ahead are still to be trained.
             self.cache.is_dirty.copy_(self.cache.last_use > released)
 
+    @interrupts_deferred()
     def forget(self, released: Tensor) -> None:
         """Take their places from all rows, without writing lines; those of batches under way are
         read anew. Waits for a GPU.

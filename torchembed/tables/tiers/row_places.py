@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.ops.row_cache import RowMoves, exchange_places, find_cached, move_rows
 
 MAX_ROWS = 2**31
@@ -46,6 +47,7 @@ class RowPlaces:
         translates faster than others; see :func:`torchembed.ops.row_cache.exchange_places`."""
         return exchange_places(self._place_of_row, moves)
 
+    @interrupts_deferred()
     def restore(self, stored: Sequence[Tensor]) -> None:
         """Bring each row to the place of its own number. Waits for a GPU.
 

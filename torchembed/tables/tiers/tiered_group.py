@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchembed.core.checks import FLOAT_DTYPES
+from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.core.features import SparseFeatures
 from torchembed.core.row_caches import RowCache
 from torchembed.ops.initialize_rows import initialize_rows
@@ -239,6 +240,7 @@ class TieredGroup(TableGroup):
         fetched.num_emptied.copy_(self._num_emptied)
         return num_refused
 
+    @interrupts_deferred()  # What is said to be in a slot must be there.
     def _claim(self, fetched: FetchedRows, is_trained: Tensor | None, counters: Tensor) -> Tensor:
         """Bring the rows of a batch in, counted in ``counters``, int64, one for each
         :class:`CacheCounter`; how many slots are too few."""
