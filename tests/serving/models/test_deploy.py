@@ -12,6 +12,8 @@ from tests.zoo.served_models import MODELS, ServedCase
 from torchembed import SparseFeatures
 from torchembed.modules.dense_part.forms import ArgumentKind
 from torchembed.serving.models import DeployError, deploy, read_description, versions_in
+from torchembed.serving.models.model_folder import check_files
+from torchembed.serving.models.partial_folder import empty_partial_folder
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -40,6 +42,23 @@ def test_a_version_is_never_overwritten(tmp_path: Path) -> None:
     deploy(case.model, tmp_path, name="m", version=1, examples=case.examples(4))
     with pytest.raises(FileExistsError, match=r"version must not be there yet, and .*m/1 is"):
         deploy(case.model, tmp_path, name="m", version=1, examples=case.examples(4))
+
+
+def test_a_version_is_written_by_one_at_a_time(tmp_path: Path) -> None:
+    case, partial = _dlrm(), tmp_path / "m" / ".1.partial"
+    with empty_partial_folder(partial):
+        # As of another process that is killed later on.
+        (partial / "tables").mkdir()
+        (partial / "dense.pt2").write_bytes(b"of another")
+        (partial / "link").symlink_to(tmp_path)
+        message = r"by one deploy at a time, and another one is writing .*m/\.1\.partial; wait"
+        with pytest.raises(FileExistsError, match=message):
+            deploy(case.model, tmp_path, name="m", version=1, examples=case.examples(4))
+        assert (partial / "dense.pt2").read_bytes() == b"of another"
+    folder = deploy(case.model, tmp_path, name="m", version=1, examples=case.examples(4))
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["1"]
+    check_files(folder, read_description(folder))
+    assert not (folder / "link").exists()
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,6 @@ def test_all_ranks_are_told_what_keeps_a_version_from_being_written(
         assert "must not have its columns divided over ranks" in of_columns
         for is_there, is_wrong in zip(of_names[::2], of_names[1::2], strict=True):
             assert "version must not be there yet" in is_there
-            assert "version must be a positive integer, got 0" in is_wrong
+            assert "version must be a positive integer below 2**63, got 0" in is_wrong
     for name in NAMES:
         assert versions_in(sharded, name) == [1]

@@ -1,8 +1,8 @@
 """``deploy``: a trained model becomes a folder that servers load."""
 
+import contextlib
 import itertools
 import os
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from torchembed.serving.models.model_folder import (
     is_model_name,
     version_folder,
 )
+from torchembed.serving.models.partial_folder import empty_partial_folder
 from torchembed.tables import RowChunk
 
 
@@ -87,7 +88,7 @@ def deploy(
     Raises:
         DeployError: if the model cannot be served; the message says why.
         ValueError: if ``folder`` is a URL.
-        FileExistsError: if the version exists.
+        FileExistsError: if the version exists, or another process is writing it.
         OSError: if writing fails.
     """
     what = f"deploy version {version} of {name}"
@@ -106,24 +107,9 @@ def deploy(
             raise FileExistsError(f"version must not be there yet, and {target} is; take another")
         assert dense is not None
         _check_inputs(dense.inputs)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        claims.enter_context(empty_partial_folder(partial))
         (partial / PROGRAM_FILE).write_bytes(program_bytes(dense.program))
         write_weights(dense.weights, partial / WEIGHTS_FILE)
-
-    decide_on_first_rank(begin, what)
-    deployed = [
-        DeployedTable(
-            name=table,
-            store_name=shared.get(table),
-            dim=source.dim,
-            num_rows=_export_table(parts.model, source, sources.get(table), partial, what),
-            default=source.default(numbers.get(table)),
-            num_ids=source.num_ids,
-            bad_ids=source.bad_ids,
-        )
-        for table, source in recording.tables.items()
-    ]
 
     def end() -> None:
         description = _description(name, version, parts, deployed, partial)
@@ -134,7 +120,21 @@ def deploy(
         partial.rename(target)
         _sync(target.parent)
 
-    decide_on_first_rank(end, what)
+    with contextlib.ExitStack() as claims:
+        decide_on_first_rank(begin, what)
+        deployed = [
+            DeployedTable(
+                name=table,
+                store_name=shared.get(table),
+                dim=source.dim,
+                num_rows=_export_table(parts.model, source, sources.get(table), partial, what),
+                default=source.default(numbers.get(table)),
+                num_ids=source.num_ids,
+                bad_ids=source.bad_ids,
+            )
+            for table, source in recording.tables.items()
+        ]
+        decide_on_first_rank(end, what)
     return target
 
 
