@@ -97,3 +97,30 @@ def test_rows_go_from_one_placement_to_any_other(tmp_path: Path) -> None:
                 assert [value for part in parts for value in part.states[state]] == values
             if row.score is not None:
                 assert all((p.score, p.touched) == (row.score, row.touched) for p in parts)
+
+
+@pytest.mark.parametrize("storage", [None, torchembed.HostMemory(cache_rows=5)])
+def test_a_dynamic_table_without_ids_is_exported(storage: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"dynamic": torchembed.Dynamic(), "storage": storage}
+    model = nn.ModuleDict({"bag": torchembed.EmbeddingBag(20, 4, **settings)})
+    torchembed.optim.Adam(model.parameters())
+    export_rows(model_rows(model, "bag.weight"), tmp_path / "rows")
+    source = open_rows(tmp_path / "rows")
+    assert (source.num_rows, source.embedding_dim) == (0, 4)
+    (chunk,) = model_rows(model, "bag.weight")
+    assert chunk.states["exp_avg"].shape == chunk.rows.shape == (0, 4)
+    assert load_rows(model, "bag.weight", source) == 0
+
+
+def test_keys_of_other_dtypes_are_named() -> None:
+    model = nn.ModuleDict({"bag": torchembed.EmbeddingBag(20, 4, dynamic=torchembed.Dynamic())})
+    keys, rows = torch.tensor([1, 2]), torch.ones(2, 4)
+    for chunk, message in (
+        (RowChunk(keys.int(), rows, {}), r"keys of source must be int64 to load bag\.weight, got"),
+        (
+            RowChunk(keys, rows, {}, scores=keys.float()),
+            r"scores of source must be int64 .*float32",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_rows(model, "bag.weight", [chunk])

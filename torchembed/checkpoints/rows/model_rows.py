@@ -110,6 +110,15 @@ def _table(model: nn.Module, name: str, what: str) -> Table | None:
 def _check_chunk(name: str, table: Table, chunk: RowChunk) -> None:
     """Raise ``ValueError`` for a chunk that is not of the table of this ``name``."""
     states, num_keys = table_states(table), len(chunk.keys)
+    for what, numbers in (
+        ("keys", chunk.keys),
+        ("scores", chunk.scores),
+        ("touched", chunk.touched),
+    ):
+        if numbers is not None and numbers.dtype is not torch.int64:
+            raise ValueError(
+                f"{what} of source must be int64 to load {name}, got {numbers.dtype}; call .long()"
+            )
     unknown = set(chunk.states) - set(states)
     if unknown:
         raise ValueError(

@@ -77,27 +77,34 @@ def _read_lines(table: Table, group: DiskGroup, keys: range, *, with_states: boo
 def row_chunks(table: Table, max_bytes: int, *, with_states: bool = True) -> Iterator[RowChunk]:
     """All rows that the table holds here, in ascending order of their keys; views, as
     :func:`read_rows` gives them. Of a dynamic table those that ids have, in the order of the rows,
-    with their scores and last uses; copies, for which the host waits.
+    with their scores and last uses; copies, for which the host waits. A table without any gives one
+    chunk of none.
 
     Args:
         max_bytes: of a chunk's rows and states; a chunk has at least one row.
     """
     tensors = [table.parameter.data, *(table_states(table).values() if with_states else ())]
-    row_bytes = sum(tensor[:1].nbytes for tensor in tensors)
+    row_bytes, is_empty = sum(tensor[:1].nbytes for tensor in tensors), True
     for part in row_ranges(table.num_rows, row_bytes, max_bytes):
         keys = range(table.first_row + part.start, table.first_row + part.stop)
         chunk = read_rows(table, keys, with_states=with_states)
         index = index_by_id(table)
         if index is None:
+            is_empty = False
             yield chunk
             continue
         rows, ids, scores, touched = held_ids(index, table, part)
         if len(rows):
+            is_empty = False
             places = (rows - part.start).to(chunk.rows.device)
             states = {name: state[places] for name, state in chunk.states.items()}
             yield RowChunk(
                 ids.cpu(), chunk.rows[places], states, scores=scores.cpu(), touched=touched.cpu()
             )
+    if is_empty:
+        none = read_rows(table, range(table.first_row, table.first_row), with_states=with_states)
+        is_dynamic = index_by_id(table) is not None
+        yield none._replace(scores=none.keys, touched=none.keys) if is_dynamic else none
 
 
 @torch.no_grad()
