@@ -118,6 +118,12 @@ def test_labels_may_be_of_any_shape_and_several() -> None:
             r"ids of feature a must be a tensor, or an array or lists of numbers, got ndarray",
         ),
         ((DENSE, [["x"]], LABELS), TypeError, r"sparse must be a tensor, or .*, got list \(too"),
+        (
+            (DENSE, {"a": IDS, "b": np.array([1.0, 2.0, np.nan])}, LABELS),
+            TypeError,
+            r"ids of feature b must be int32 or int64 .*, got float64; call \.long\(\)",
+        ),
+        ((DENSE, torch.ones(3, 2), LABELS), TypeError, r"sparse must be int32 .*, got float32"),
         (([[None]], IDS, LABELS), TypeError, r"dense must be a tensor, or .*, got list \(Could"),
         ((DENSE, IDS, "yes"), TypeError, r"labels must be a tensor, or .*, got str \("),
     ],

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.core.checks import as_signed
+from torchembed.core.checks import as_signed, signed_ids
 from torchembed.core.features import SparseFeatures, as_sparse_features
 from torchembed.core.mixed_features import MixedFeatures
 from torchembed.core.trees import Tree, map_tensors, tensors_in
@@ -259,7 +259,7 @@ def _as_features(sparse: object, keys: Sequence[str] | None) -> SparseFeatures |
         return _fixed_features(fixed)
     if callable(getattr(sparse, "keys", None)) or isinstance(sparse, SparseFeatures):
         return as_sparse_features(sparse)
-    ids = _as_tensor(sparse, "sparse")
+    ids = signed_ids("sparse", _as_tensor(sparse, "sparse"))
     if ids.dim() != 2:
         raise ValueError(f"sparse must be ids [B, F], got {list(ids.shape)}")
     if keys is None:
@@ -298,7 +298,8 @@ def _jagged_features(ids: Mapping[str, Any]) -> SparseFeatures:
 
 
 def _fixed_features(sparse: Mapping[str, object]) -> SparseFeatures:
-    ids = {key: _as_tensor(ids, f"ids of feature {key}") for key, ids in sparse.items()}
+    names = {key: f"ids of feature {key}" for key in sparse}
+    ids = {key: signed_ids(names[key], _as_tensor(of, names[key])) for key, of in sparse.items()}
     shapes = {key: list(column.shape) for key, column in ids.items()}
     bad = [key for key, shape in shapes.items() if len(shape) not in (1, 2)]
     sizes = {shape[0] for key, shape in shapes.items() if key not in bad}
@@ -309,7 +310,7 @@ def _fixed_features(sparse: Mapping[str, object]) -> SparseFeatures:
         )
     return SparseFeatures(
         keys=tuple(ids),
-        values=torch.cat([as_signed(column).reshape(-1) for column in ids.values()]),
+        values=torch.cat([column.reshape(-1) for column in ids.values()]),
         batch_size=sizes.pop(),
         hotness=tuple(shape[1] if len(shape) == 2 else 1 for shape in shapes.values()),
     )
