@@ -99,7 +99,7 @@ def test_labels_may_be_of_any_shape_and_several() -> None:
         (
             (DENSE, IDS.float(), LABELS),
             TypeError,
-            "values must be int32 or int64 or uint32 or uint64",
+            "sparse must be int32 or int64 or uint32 or uint64",
         ),
         (
             (DENSE, {"a": IDS, "b": IDS[:2]}, LABELS),
