@@ -10,7 +10,8 @@ import torch
 
 from tests.support.bounded_stores import BoundedStore
 from tests.support.partition_keys import lines_of
-from tests.support.redis_servers import RedisServer, wait_until
+from tests.support.redis_servers import RedisServer
+from tests.support.waiting import wait_until
 from torchembed.stores import (
     OverflowPolicy,
     RedisLayout,

@@ -5,24 +5,23 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import redis
 
 from tests.support.required_servers import without_server
-
-LIMIT_SECONDS = 60.0
+from tests.support.waiting import LIMIT_SECONDS, wait_until
 
 
 class RedisServer:
-    """A server on a port of its own."""
+    """A server on a port that stays its own, also while it is down."""
 
-    def __init__(self, folder: Path, *arguments: str, is_encrypted: bool = False) -> None:
-        self.folder = folder
-        self.port = free_port()
+    def __init__(
+        self, folder: Path, port: int, *arguments: str, is_encrypted: bool = False
+    ) -> None:
+        self.folder, self.port = folder, port
         self.address = f"127.0.0.1:{self.port}"
         ports = ("--port", "0", "--tls-port") if is_encrypted else ("--port",)
         self._arguments = (*ports, str(self.port), *arguments)
@@ -71,8 +70,8 @@ class RedisServer:
 @contextmanager
 def redis_server(*arguments: str, is_encrypted: bool = False) -> Iterator[RedisServer]:
     """A single server; skips the test where none is installed."""
-    with _folder() as folder:
-        server = RedisServer(folder, *arguments, is_encrypted=is_encrypted)
+    with _folder() as folder, reserved_port() as port:
+        server = RedisServer(folder, port, *arguments, is_encrypted=is_encrypted)
         try:
             server.start()
             yield server
@@ -87,9 +86,10 @@ def redis_cluster(num_nodes: int = 3) -> Iterator[list[RedisServer]]:
         servers = []
         for _ in range(num_nodes):
             # On a busy machine a node may be silent for seconds, and must not be taken for lost.
-            port = ("--cluster-port", str(free_port()), "--cluster-node-timeout", "10000")
+            port = str(stack.enter_context(reserved_port()))
+            options = ("--cluster-port", port, "--cluster-node-timeout", "10000")
             servers.append(
-                stack.enter_context(redis_server("--cluster-enabled", "yes", *port)),
+                stack.enter_context(redis_server("--cluster-enabled", "yes", *options)),
             )
         addresses = [server.address for server in servers]
         subprocess.run(
@@ -107,18 +107,14 @@ def wait_for_cluster(servers: list[RedisServer]) -> None:
     wait_until(lambda: all(_is_whole(servers)))
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def wait_until(is_so: Callable[[], bool], say: Callable[[], str] | None = None) -> None:
-    """Ask until a condition holds, which must be before the limit."""
-    end = time.monotonic() + LIMIT_SECONDS
-    while not is_so():
-        assert time.monotonic() < end, say() if say else "it does not come true"
-        time.sleep(0.005)
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that the system gives to nobody else meanwhile, and that a server may listen at which
+    sets ``SO_REUSEADDR``, as Redis does."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
 
 
 def needs_redis() -> None:
