@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.followed_models import followed_models
+from tests.support.store_processes import LIMIT_SECONDS
 from torchembed.serving.updates import ApplierOptions, UpdateApplier
 from torchembed.stores import RocksDBStore
 from torchembed.streams import SourceOptions, UpdateSource
@@ -39,7 +40,7 @@ def apply_until_killed(messages: Connection, addresses: str, path: Path, num_mes
         UpdateApplier(source, models, ApplierOptions(poll_timeout_seconds=0.05)),
     ):
         messages.send("started")
-        time.sleep(120)
+        time.sleep(LIMIT_SECONDS)
 
 
 def apply_to_the_end(
@@ -53,14 +54,16 @@ def apply_to_the_end(
         followed_models({"m/t": DIM}, [store]) as models,
         UpdateApplier(source, models, ApplierOptions(poll_timeout_seconds=0.05)) as applier,
     ):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_SECONDS
         while models.applied.get("m/t", []).count(last_version) < source.num_partitions or (
             not source.num_partitions
         ):
             assert time.monotonic() < deadline, (source.statistics, applier.statistics())
             time.sleep(0.01)
-        num_applied = applier.statistics().num_updates
         found = models.rows_of("m/t", ids)
+        # Updates are counted behind their rows, and all of them are once it has ended.
+        applier.close()
+        num_applied = applier.statistics().num_updates
     messages.send((num_applied, {id_: row.tolist() for id_, row in found.items()}))
 
 
@@ -99,7 +102,7 @@ def apply_without_going_back(
         models.apply_rows = checked  # type: ignore[method-assign]
         applying = ApplierOptions(poll_timeout_seconds=0.05)
         with UpdateApplier(source, models, applying, records=store) as applier:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + LIMIT_SECONDS
             while list(seen.values()).count(last_version) < len(ids):
                 assert time.monotonic() < deadline, (source.statistics, applier.statistics())
                 time.sleep(0.01)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.support.fork_server import fork_server
 from torchembed.stores import RocksDBOptions, RocksDBStore, RowStoreError
 
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 300.0
 LINE_BYTES = 1024
 NUM_KEYS = 1000
 BATCH_KEYS = 100
@@ -113,6 +113,16 @@ def write_until_killed(messages: Connection, folder: Path, first: int) -> None:
             if version % 10 == 0:
                 store.sync()
             messages.send(version)
+
+
+def write_and_wait(messages: Connection, folder: Path, last: int) -> None:
+    """Write the versions up to ``last``, which no buffer is full of, and have the store open until
+    it is killed."""
+    with RocksDBStore(folder) as store:
+        for version in range(1, last + 1):
+            store.table("t", LINE_BYTES).write(*batch(version))
+        messages.send(last)
+        messages.recv()
 
 
 def write_failing(store: RocksDBStore) -> str:

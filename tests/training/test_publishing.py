@@ -29,7 +29,7 @@ from torchembed.streams import (
 )
 from torchembed.training import ModelPublisher
 
-LIMIT_SECONDS = 20.0
+LIMIT_SECONDS = 120.0
 IDS = range(-2, 40)
 DIMS = {"m/a": 2, "m/b": 2, "m/c": 2}
 
@@ -197,7 +197,7 @@ def test_a_call_behind_a_refusal_is_whole(brokers: Brokers, following: Following
     model.step(optimizer, [1, 2, 3], [4])
     too_large = 10
     # Nothing is sent before a call waits for it, so that the call behind learns of refusals.
-    options = PublisherOptions(linger_seconds=10 * LIMIT_SECONDS)
+    options = PublisherOptions(linger_seconds=5 * LIMIT_SECONDS)
     with (
         UpdatePublisher(brokers.addresses, options) as updates,
         ModelPublisher(model, "m", updates) as publisher,
@@ -227,7 +227,7 @@ def test_a_call_that_found_brokers_away_loses_nothing(
     with ModelPublisher(model, "m", brokers.addresses, flush_timeout_seconds=0.3) as publisher:
         model.step(optimizer, [1, 2, 3], [4])
         publisher.publish(1)
-        publisher.flush()
+        publisher.flush(LIMIT_SECONDS)
         brokers.go_away()
         model.step(optimizer, [11, 12, 13, 14, 15], [16])
         publisher.publish(2)
@@ -237,7 +237,7 @@ def test_a_call_that_found_brokers_away_loses_nothing(
         brokers.come_back()
         publisher.flush(LIMIT_SECONDS)
         publisher.publish(3)
-        publisher.flush()
+        publisher.flush(LIMIT_SECONDS)
     following.assert_follow(model)
 
 

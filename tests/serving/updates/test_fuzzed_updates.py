@@ -22,7 +22,7 @@ NUM_SENT = NUM_FUZZED // 5
 def test_updates_go_on_behind_messages_that_went_wrong() -> None:
     random_numbers = random.Random(0)
     of_topics = messages_by_topic()
-    options = SourceOptions(discovery_seconds=0.5, session_timeout_seconds=1.0)
+    options = SourceOptions(discovery_seconds=0.5)
     keys, rows = torch.arange(10), torch.randn(10, 2)
     with running_brokers() as brokers, followed_models({"m/t": 2}) as models:
         for topic in of_topics:

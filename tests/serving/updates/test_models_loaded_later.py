@@ -8,8 +8,8 @@ import torch
 
 from tests.support.asked_servers import trained
 from tests.support.kafka_brokers import running_brokers
-from tests.support.redis_servers import wait_until
 from tests.support.served_lookups import options_over
+from tests.support.waiting import wait_until
 from torchembed.serving.models import ModelRepository, deploy
 from torchembed.serving.updates import ApplierOptions, DropReason, UpdateApplier
 from torchembed.stores import MemoryStore
@@ -42,7 +42,7 @@ def test_they_are_applied_once_their_model_is_loaded(
         def publish(model: str, version: int) -> None:
             rows = torch.full((len(KEYS), DIM), float(version))
             publisher.publish_rows(model, "t0", KEYS, rows, version=version)
-            publisher.flush(20.0)
+            publisher.flush(120.0)
 
         def wait_for(model: str, version: int) -> None:
             wait_until(
@@ -113,7 +113,7 @@ def test_those_of_a_version_wait_where_each_has_rows_of_its_own(
         def publish(version: int, number: float) -> None:
             rows = torch.full((len(KEYS), DIM), number)
             publisher.publish_rows("m", "t0", KEYS, rows, version=version)
-            publisher.flush(20.0)
+            publisher.flush(120.0)
 
         def wait_for(version: int, number: float) -> None:
             wait_until(

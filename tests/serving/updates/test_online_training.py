@@ -20,7 +20,7 @@ from torchembed.stores import MemoryStore
 from torchembed.streams import SourceOptions, UpdateSource
 from torchembed.training import ModelPublisher
 
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 120.0
 HOTNESS = (1, 1, 1)
 LAST_VERSION = 7
 

@@ -289,10 +289,10 @@ class UpdateApplier:
             try:
                 action()
             except (OSError, RuntimeError) as error:
-                self._totals.note_retry()
                 if not self._is_failing:
                     self._is_failing = True
                     _LOG.warning("updates wait, and are tried again: %r", error)
+                self._totals.note_retry()
             else:
                 if self._is_failing:
                     self._is_failing = False
@@ -303,23 +303,23 @@ class UpdateApplier:
             wait = min(2 * wait, self.options.longest_back_off_seconds)
 
     def _drop(self, update: Update, reason: DropReason, detail: object) -> None:
-        self._totals.note_dropped(reason)
         table = update.table if isinstance(update, RowUpdate) else ""
         told = update.model, table, reason
-        if told in self._told:
-            return
-        self._told.add(told)
-        # What was read again after a rebalance is no fault.
-        level = logging.INFO if reason is DropReason.REPEATED else logging.WARNING
-        what = f"table {table}" if table else "the dense part"
-        _LOG.log(
-            level,
-            "dropped an update of %s of model %s (%s): %s; further ones are counted alone",
-            what,
-            update.model,
-            reason.value,
-            detail,
-        )
+        if told not in self._told:
+            self._told.add(told)
+            # What was read again after a rebalance is no fault.
+            level = logging.INFO if reason is DropReason.REPEATED else logging.WARNING
+            what = f"table {table}" if table else "the dense part"
+            _LOG.log(
+                level,
+                "dropped an update of %s of model %s (%s): %s; further ones are counted alone",
+                what,
+                update.model,
+                reason.value,
+                detail,
+            )
+        # Last, so that whoever sees the count finds the line in the log.
+        self._totals.note_dropped(reason)
 
 
 def _reason(error: Exception) -> DropReason:
