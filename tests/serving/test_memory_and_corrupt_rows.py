@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import torchembed
-from tests.support.redis_servers import wait_until
 from tests.support.server_processes import RunningServer, running_server
+from tests.support.waiting import wait_until
 from torchembed.serving.__main__ import main
 from torchembed.serving.models import deploy
 from torchembed.stores import RocksDBStore

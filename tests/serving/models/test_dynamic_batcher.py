@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.served_lookups import options_over
+from tests.support.waiting import wait_until
 from tests.zoo.served_models import MODELS
 from torchembed.serving.interface import BusyError, InvalidRequestError
 from torchembed.serving.models import BatchOptions, ModelRepository, deploy
@@ -70,7 +71,7 @@ class Gate:
         def held(version: LoadedVersion, request: Any, outputs: Any = None) -> Any:
             self.num_samples.append(request.num_samples)
             self.reached.set()
-            assert self.opened.wait(30)
+            assert self.opened.wait(60)
             return answer_request(version, request, outputs)
 
         monkeypatch.setattr(LoadedVersion, "warm", lambda version: None)
@@ -92,12 +93,7 @@ def dlrm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def wait_until_waiting(repository: ModelRepository, number: int) -> None:
     lease = repository._models["m"].find()
     batcher: Any = lease.answering
-    for _ in range(3000):
-        with batcher._changed:
-            if len(batcher._waiting) == number:
-                return
-        threading.Event().wait(0.01)
-    raise AssertionError(f"{number} requests must wait")
+    wait_until(lambda: len(batcher._waiting) == number)
 
 
 def test_batches_have_at_most_so_many_samples_and_the_queue_so_many_requests(dlrm: Any) -> None:
@@ -105,7 +101,7 @@ def test_batches_have_at_most_so_many_samples_and_the_queue_so_many_requests(dlr
     model = repository.model("m")
     asked = [case.request(case.examples(size)) for size in (2, 3, 2, 8, 1)]
     answers = [threads.submit(model.answer, asked[0])]
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(60)
     for number, request in enumerate(asked[1:], 1):
         answers.append(threads.submit(model.answer, request))
         wait_until_waiting(repository, number)

@@ -3,9 +3,10 @@
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 import torchembed
 from tests.support.served_lookups import options_over
+from tests.support.waiting import wait_until
 from torchembed.modules.served_names import dense_tensors
 from torchembed.serving.interface import Answer, ModelNotReadyError, ServedModel
 from torchembed.serving.models import BatchOptions, ModelRepository, deploy
+from torchembed.serving.models.loaded_version import LoadedVersion
 from torchembed.stores import MemoryStore
 
 NUM_ROWS, DIM = 40, 3
@@ -83,13 +86,6 @@ def asking(model: ServedModel, forwards: dict[str, np.ndarray]) -> Iterator[set[
         raise failures[0]
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
-
-
 @pytest.mark.parametrize("batching", [None, BATCHED], ids=["alone", "batched"])
 def test_each_answer_is_of_the_dense_part_it_names(
     tmp_path: Path, batching: BatchOptions | None
@@ -151,7 +147,7 @@ def test_unloaded_models_end_their_requests_and_come_back(tmp_path: Path) -> Non
         for _ in range(5):
             repository.unload("m")
             assert repository.lookups() == {}
-            assert refused.wait(30)
+            assert refused.wait(60)
             repository.load("m")
             refused.clear()
         check(model.answer({"ids": IDS}), forward)
@@ -161,23 +157,39 @@ def test_unloaded_models_end_their_requests_and_come_back(tmp_path: Path) -> Non
     assert failures == []
 
 
-def test_a_request_under_way_is_answered_by_the_version_that_is_unloaded(tmp_path: Path) -> None:
+def test_requests_under_way_are_answered_by_the_version_that_is_unloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deployed(tmp_path, 1)
+    reached, let_go = threading.Event(), threading.Event()
+    answer_request = LoadedVersion.answer_request
+
+    def held(version: LoadedVersion, *request: Any) -> Answer:
+        reached.set()
+        assert let_go.wait(60)
+        return answer_request(version, *request)
+
     with MemoryStore() as store:
-        options = options_over(store, batching=BatchOptions(max_delay_seconds=0.5))
-        with ModelRepository(tmp_path, options) as repository:
+        options = options_over(store, batching=BatchOptions(max_delay_seconds=0.0))
+        with ModelRepository(tmp_path, options) as repository, ThreadPoolExecutor(3) as threads:
             repository.start()
-            model, answers = repository.model("m"), list[Answer]()
-            answers.append(model.answer({"ids": IDS}))
-            thread = threading.Thread(target=lambda: answers.append(model.answer({"ids": IDS})))
-            thread.start()
+            model = repository.model("m")
+            check(model.answer({"ids": IDS}), expected(1, 1))
+            monkeypatch.setattr(LoadedVersion, "answer_request", held)
+            # One is computed, and the other one waits.
+            answers = [threads.submit(model.answer, {"ids": IDS})]
+            assert reached.wait(60)
+            answers.append(threads.submit(model.answer, {"ids": IDS}))
             wait_until(lambda: repository.batches()[0].num_waiting == 1)
-            repository.unload("m")
+            unloading = threads.submit(repository.unload, "m")
+            wait_until(lambda: repository.versions("m") == [])
+            assert not unloading.done()
+            let_go.set()
+            unloading.result()
             with pytest.raises(ModelNotReadyError, match="model m is not loaded: unloaded"):
                 model.answer({"ids": IDS})
-            thread.join()
-            assert len(answers) == 2
-            check(answers[1], expected(1, 1))
+            for answer in answers:
+                check(answer.result(), expected(1, 1))
 
 
 def test_a_swap_of_another_version_is_rolled_back_there(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import tritonclient.http
 
 from tests.support.certificates import Certificate, certificate
 from tests.support.inference_cases import Client
-from tests.support.redis_servers import wait_until
 from tests.support.served_models import (
     EchoModel,
     HeldModel,
@@ -26,6 +25,7 @@ from tests.support.served_models import (
     ScoringModel,
     scoring_inputs,
 )
+from tests.support.waiting import wait_until
 from torchembed.serving.protocols import GrpcServer, HttpServer, ServerOptions, TlsFiles
 
 TOKEN = "only-for-friends"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.support.redis_servers import wait_until
 from tests.support.served_models import EchoModel, HeldModel, MemoryDirectory
+from tests.support.waiting import wait_until
 from torchembed.serving.protocols import ClientTimeouts, HttpServer, RequestLimits, ServerOptions
 
 LIMITS = RequestLimits(
@@ -24,7 +24,8 @@ LIMITS = RequestLimits(
     max_connections=6,
 )
 SECONDS = 0.5
-CUT_OFF_SECONDS = 30.0
+IDLE_SECONDS = 2.0
+CUT_OFF_SECONDS = 120.0
 """By when a test fails where a server keeps a connection open."""
 PATH = "/v2/models/echo/infer"
 BODY = json.dumps(
@@ -177,7 +178,7 @@ def test_more_requests_and_bytes_than_may_be_under_way_are_a_503() -> None:
         with connected(server, request()) as first:
             assert held.begun.acquire(timeout=60)
             with connected(server, announced) as second:
-                wait_until(lambda: answered(server)[0] == 503)
+                wait_until(lambda: _num_under_way(server) == 2)
                 error = "2 requests are under way, as many as the server takes; ask again later"
                 assert answered(server) == (503, error)
             # It is told that the client of the second is gone.
@@ -191,6 +192,7 @@ def test_more_requests_and_bytes_than_may_be_under_way_are_a_503() -> None:
 
 
 def test_connections_above_the_limit_are_closed(server: HttpServer) -> None:
+    wait_until(lambda: _num_open(server) == 0)
     with contextlib.ExitStack() as clients:
         for _ in range(LIMITS.max_connections):
             client = clients.enter_context(connected(server, request()))
@@ -207,30 +209,40 @@ def _is_answered(server: HttpServer) -> bool:
         return False
 
 
-@pytest.fixture(scope="module")
-def impatient() -> Iterator[HttpServer]:
-    timeouts = ClientTimeouts(idle_seconds=SECONDS, receive_seconds=SECONDS, send_seconds=SECONDS)
-    with running(limits=RequestLimits(), timeouts=timeouts) as server:
+@contextlib.contextmanager
+def impatient(**seconds: float) -> Iterator[HttpServer]:
+    """A server with time-outs, others than these as they are by default."""
+    with running(limits=RequestLimits(), timeouts=ClientTimeouts(**seconds)) as server:
         yield server
 
 
-def test_those_that_send_slowly_are_cut_off_and_others_are_answered(impatient: HttpServer) -> None:
+def test_those_that_send_slowly_are_cut_off_and_others_are_answered() -> None:
+    with impatient(receive_seconds=SECONDS) as server:
+        check_slow_senders(server)
+
+
+def check_slow_senders(server: HttpServer) -> None:
     done = threading.Event()
     answers: dict[str, bytes] = {}
 
     def send(name: str, begun: bytes, piece: bytes) -> None:
         """Send a piece ten times in each time-out, until the connection ends."""
-        with connected(impatient, begun) as client, contextlib.suppress(ConnectionError):
-            client.settimeout(SECONDS / 10)
+        with connected(server, begun) as client:
             answers[name] = b""
-            while not done.is_set():
-                with contextlib.suppress(TimeoutError):
-                    if not (some := client.recv(1 << 16)):
-                        return
-                    answers[name] += some
-                client.sendall(piece)
-        if done.is_set():
-            answers[name] += b"was never cut off"
+            client.settimeout(SECONDS / 10)
+            with contextlib.suppress(ConnectionError):
+                while not done.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        if not (some := client.recv(1 << 16)):
+                            return
+                        answers[name] += some
+                    client.sendall(piece)
+            if done.is_set():
+                answers[name] += b"was never cut off"
+                return
+            # The connection may have ended between its answer and the next piece.
+            client.settimeout(CUT_OFF_SECONDS)
+            answers[name] += rest(client)
 
     slow = {
         "line": (b"POST /v2", b"x"),
@@ -247,7 +259,7 @@ def test_those_that_send_slowly_are_cut_off_and_others_are_answered(impatient: H
         thread.start()
     num_answered = 0
     while any(thread.is_alive() for thread in threads):
-        assert answered(impatient) == (200, "")
+        assert answered(server) == (200, "")
         num_answered += 1
         if num_answered == 10_000:
             done.set()
@@ -260,13 +272,22 @@ def test_those_that_send_slowly_are_cut_off_and_others_are_answered(impatient: H
         assert answers[name] == b""
 
 
-def test_connections_that_ask_nothing_are_closed(impatient: HttpServer) -> None:
-    with connected(impatient) as silent, connected(impatient, request()) as asking:
+def test_connections_that_ask_nothing_are_closed() -> None:
+    with (
+        impatient(idle_seconds=IDLE_SECONDS) as server,
+        connected(server) as silent,
+        connected(server, request()) as asking,
+    ):
         assert rest(silent) == b""
         assert rest(asking).startswith(b"HTTP/1.1 200")
 
 
-def test_those_that_do_not_read_are_cut_off(impatient: HttpServer) -> None:
+def test_those_that_do_not_read_are_cut_off() -> None:
+    with impatient(send_seconds=SECONDS) as server:
+        check_a_client_that_does_not_read(server)
+
+
+def check_a_client_that_does_not_read(server: HttpServer) -> None:
     values = np.zeros((1 << 20, 2), np.int64)
     tensor = {
         "name": "int64",
@@ -277,12 +298,16 @@ def test_those_that_do_not_read_are_cut_off(impatient: HttpServer) -> None:
     header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}})
     body = header.encode() + values.tobytes()
     sent = request(body, inference_header_content_length=str(len(header)))
-    with connected(impatient, sent) as client:
+    with connected(server, sent) as client:
         assert client.recv(1).startswith(b"H")
         # Not a byte more is read until the server has given up on this client alone.
-        wait_until(lambda: _num_open(impatient) == 0)
+        wait_until(lambda: _num_open(server) == 0)
         assert len(rest(client)) < values.nbytes
-    assert answered(impatient) == (200, "")
+    assert answered(server) == (200, "")
+
+
+def _num_under_way(server: HttpServer) -> int:
+    return server._admission._num_requests
 
 
 def _num_open(server: HttpServer) -> int:

@@ -11,7 +11,6 @@ import tritonclient.http
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.inference_cases import Client
-from tests.support.redis_servers import wait_until
 from tests.support.served_models import (
     EchoModel,
     FailingModel,
@@ -19,6 +18,7 @@ from tests.support.served_models import (
     ScoringModel,
     scoring_inputs,
 )
+from tests.support.waiting import wait_until
 from torchembed.serving.protocols import (
     ExecutionTotals,
     GrpcServer,
