@@ -82,6 +82,8 @@ def _serve(orders: Connection) -> None:
                     running.append(_fork(order, unused=[orders, *pipes]))
                     orders.send(Forked(order.rank, running[-1].pid))
                 else:
+                    for one in running.copy():
+                        _pass_on(one, orders, running)
                     _end(running)
                     orders.send(order)
             for one in running.copy():
@@ -178,10 +180,13 @@ class RankProcesses:
                 raise AssertionError("a template of ranks failed: see standard error") from error
             yield message
 
-    def end(self) -> None:
-        """Kill the ranks that run; all have ended then."""
+    def end(self) -> list[Any]:
+        """Kill the ranks that run; all have ended then. Returns what :meth:`messages` has not given
+        of all that the ranks sent before."""
+        left = []
         for orders in self._orders:
             orders.send(_EndAll())
         for orders in self._orders:
-            while not isinstance(orders.recv(), _EndAll):
-                pass
+            while not isinstance(message := orders.recv(), _EndAll):
+                left.append(message)
+        return left

@@ -13,10 +13,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,17 @@ from tests.support import interpreter
 from tests.support.rank_processes import Ended, Forked, RankProcesses
 
 LIMIT_SECONDS = 600.0
+STACKS_SECONDS = 30.0
+"""How long ranks that hang are waited for to say where."""
 STARTED, RETURNED, RAISED = "started", "returned", "raised"
+
+
+class _Raised(NamedTuple):
+    """How a rank failed."""
+
+    seconds: float
+    """When, by the clock that all ranks read."""
+    text: str
 
 
 @contextlib.contextmanager
@@ -39,7 +49,7 @@ def _reporting(messages: Connection, rank: int, folder: str) -> Iterator[None]:
             torch.set_num_threads(1)
             yield
         except BaseException:
-            messages.send((rank, RAISED, traceback.format_exc()))
+            messages.send((rank, RAISED, _Raised(time.monotonic(), traceback.format_exc())))
             raise
         finally:
             faulthandler.unregister(signal.SIGUSR1)
@@ -59,10 +69,10 @@ def _call_main(
             store=dist.FileStore(str(Path(folder) / "store"), num_ranks),
             timeout=datetime.timedelta(seconds=LIMIT_SECONDS / 2),
         )
-        messages.send((rank, STARTED, None))
         interpreter.leave_out_what_changes_nothing()
         function, arguments = pickle.loads(call)
         gc.freeze()  # what modules hold lasts as long as the rank
+        messages.send((rank, STARTED, None))
         result = function(*arguments)
         dist.barrier()
         dist.destroy_process_group()
@@ -158,7 +168,8 @@ def _collect(
                 assert message.rank in by_rank, _how_it_ended(message, folder)
                 continue
             rank, kind, content = message
-            assert kind != RAISED, f"rank {rank} of {num_ranks} failed:\n{content}"
+            if kind == RAISED:
+                raise AssertionError(_first_failure([message, *processes.end()], num_ranks))
             if kind == STARTED:
                 num_started += 1
                 if num_started == num_ranks:
@@ -169,6 +180,18 @@ def _collect(
             late = {rank: pids.get(rank) for rank in range(num_ranks) if rank not in by_rank}
             raise AssertionError(_where_they_are(late, num_ranks, folder, limit_seconds))
     return [by_rank[rank] for rank in range(num_ranks)]
+
+
+def _first_failure(messages: Iterable[Any], num_ranks: int) -> str:
+    """What the rank raised that failed first, of messages of which any may have come first: other
+    ranks fail by its end, and another template passes their words on."""
+    raised = [
+        (content, rank)
+        for rank, kind, content in (m for m in messages if not isinstance(m, Forked | Ended))
+        if kind == RAISED
+    ]
+    content, rank = min(raised)
+    return f"rank {rank} of {num_ranks} failed:\n{content.text}"
 
 
 def _how_it_ended(ended: Ended, folder: str) -> str:
@@ -184,12 +207,17 @@ def _where_they_are(
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-    # They write at once, but for one that is stopped or has not come to Python yet.
-    end = time.monotonic() + 5
-    while time.monotonic() < end and not all(_stacks(folder, rank) for rank in late):
+    # They write soon, line by line, but for one that is stopped or has not come to Python yet.
+    end = time.monotonic() + STACKS_SECONDS
+    while time.monotonic() < end and not all(_is_whole(_stacks(folder, rank)) for rank in late):
         time.sleep(0.05)
     where = "\n".join(f"rank {rank}:\n{_stacks(folder, rank)}" for rank in late)
     return f"ranks {list(late)} of {num_ranks} took over {limit_seconds} s\n{where}"
+
+
+def _is_whole(stacks: str) -> bool:
+    """Whether the last thread's outermost frame is there, or those above the most that are told."""
+    return stacks.endswith((" in <module>\n", "  ...\n"))
 
 
 def _stacks_file(folder: str, rank: int) -> Path:
