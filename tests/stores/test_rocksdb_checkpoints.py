@@ -221,8 +221,11 @@ def test_lines_of_another_length_are_not_restored(folder: Path) -> None:
 
 
 def test_a_checkpoint_is_whole_or_not_there_when_its_writer_is_killed(tmp_path: Path) -> None:
-    draw, num_unfinished = random.Random(0), 0
-    for attempt in range(8):
+    draw, num_unfinished, attempt = random.Random(0), 0, 0
+    # Some are killed within a checkpoint, sooner or later.
+    while attempt < 8 or num_unfinished == 0:
+        attempt += 1
+        assert attempt < 100
         folder = tmp_path / str(attempt)
         folder.mkdir()
         running = store_processes.start(store_processes.write_and_checkpoint_until_killed, folder)
@@ -239,7 +242,6 @@ def test_a_checkpoint_is_whole_or_not_there_when_its_writer_is_killed(tmp_path: 
             with RocksDBStore.open_checkpoint(saved) as store:
                 assert torch.equal(versions(store), versions_after(version))
         assert all((folder / f"saved-{version}").exists() for version in range(1, last))
-    assert num_unfinished > 0
 
 
 def test_a_store_is_the_old_one_or_the_restored_one_when_its_process_is_killed(
@@ -250,8 +252,11 @@ def test_a_store_is_the_old_one_or_the_restored_one_when_its_process_is_killed(
         for first, last in ((1, 3), (4, 9)):
             write(store, first, last)
             store.checkpoint(tmp_path / f"saved-{last}")
-    draw, found = random.Random(0), set()
-    for _ in range(10):
+    draw, found, attempt = random.Random(0), set(), 0
+    # Each of the two is found, sooner or later.
+    while attempt < 10 or found != set(saved):
+        attempt += 1
+        assert attempt < 100
         running = store_processes.start(store_processes.restore_until_killed, tmp_path, saved)
         for _ in range(draw.randrange(1, 8)):
             running.next_message()
@@ -264,7 +269,6 @@ def test_a_store_is_the_old_one_or_the_restored_one_when_its_process_is_killed(
     for version in saved:
         with RocksDBStore.open_checkpoint(tmp_path / f"saved-{version}") as store:
             assert torch.equal(versions(store), versions_after(version))
-    assert found == set(saved)
 
 
 @pytest.mark.parametrize("reached", ["rows.restored", "rows.replaced", "both"])

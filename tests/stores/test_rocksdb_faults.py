@@ -158,9 +158,8 @@ def test_flipped_bits_of_what_describes_lines_are_an_error(
 def test_flipped_bits_of_the_log_are_an_error(tmp_path: Path, place: float) -> None:
     """The log has what was written since the last file of lines; nothing after the bit is lost
     without a word."""
-    running = store_processes.start(store_processes.write_until_killed, tmp_path / "store", 1)
-    while running.next_message() < 3:
-        pass
+    running = store_processes.start(store_processes.write_and_wait, tmp_path / "store", 3)
+    assert running.next_message() == 3
     running.kill()
     flip(largest(tmp_path / "store", "*.log"), place)
     with pytest.raises(CorruptStoreError, match=r"is not as it was written.*Corruption"):
