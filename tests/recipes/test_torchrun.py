@@ -11,6 +11,7 @@ from pathlib import Path
 from recipes.train import main
 from tests.support import made_data
 from tests.support.ranks import run_on_ranks
+from tests.support.waiting import wait_until
 from torchembed.training import CheckpointFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,11 +84,14 @@ def test_ranks_end_with_a_torchrun_that_is_killed_and_the_run_goes_on(tmp_path: 
     try:
         assert process.stderr is not None
         assert any("step 4:" in line for line in process.stderr)
+        # The checkpoint of step 2 may still be written.
+        checkpoints = CheckpointFolder(tmp_path / "out" / "checkpoint")
+        wait_until(lambda: len(checkpoints.steps()) > 0)
     finally:
         process.kill()
     # The ranks write to the same pipe: its end says that they are gone.
-    process.communicate(timeout=240)
-    steps = CheckpointFolder(tmp_path / "out" / "checkpoint").steps()
+    process.communicate(timeout=600)
+    steps = checkpoints.steps()
     num_steps = steps[-1] + 4
     resumed = ("--resume", str(tmp_path / "out"), "--max-steps", str(num_steps))
     printed, said = run_on_ranks(2, train, "dlrm_dcnv2", *resumed)[0]
