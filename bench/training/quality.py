@@ -33,7 +33,7 @@ from bench.data.device_click_log import DeviceClickLog
 from bench.report.result_file import Row, write_results
 from torchembed import EmbeddingBagConfig, optim, shard_embeddings
 from torchembed.data import Batch, ClickLog, ClickLogConfig, Split
-from torchembed.data.click_log import rank_auc
+from torchembed.data.rank_auc import rank_auc
 from torchembed.modules import use_float8_products
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.optim import FusedOptimizer

@@ -1,6 +1,7 @@
 """The made click log: the same rows for all, labels that follow their probabilities, and AUC."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support import reading
 from tests.support.tolerance import relative_error
 from torchembed.data import ClickLog, ClickLogConfig, Split
-from torchembed.data.click_log import rank_auc
+from torchembed.data.rank_auc import rank_auc
 
 SMALL = ClickLogConfig(
     table_sizes=(300, 20, 50), hotness=(1, 2, 3), num_dense=4, num_train=1003, num_held_out=501
@@ -120,8 +121,7 @@ def test_auc_counts_pairs(rows: list[tuple[bool, int]]) -> None:
     labels = np.array([label for label, _ in rows], np.float32)
     scores = np.array([score for _, score in rows], np.float64)
     if labels.min() == labels.max():
-        with pytest.raises(ValueError, match="AUC needs both labels"):
-            rank_auc(labels, scores)
+        assert math.isnan(rank_auc(labels, scores))
         return
     pairs = scores[labels == 1][:, None] - scores[labels == 0]
     # Quotients of whole numbers, their sum, and half of one: five roundings on either side.

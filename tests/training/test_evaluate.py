@@ -19,14 +19,16 @@ from torchembed.training.quality import click_quality
 
 
 def assert_like_sklearn(auc: float, logloss: float, logits: np.ndarray, labels: np.ndarray) -> None:
-    """AUC to the last bits of float32, in which torchmetrics gives it; log loss as float64.
+    """AUC and log loss as float64.
 
-    Scikit-learn takes logarithms of probabilities: four roundings of one, or of its difference from
-    1, which leave an error the greater the smaller what is left is. Terms are of one sign; both add
-    them up in chunks, so that one takes part in at most 128 sums.
+    Scikit-learn adds up a trapezium for each row at most, of numbers with three roundings. It takes
+    logarithms of probabilities: four roundings of one, or of its difference from 1, which leave an
+    error the greater the smaller what is left is. Terms are of one sign; both add them up in
+    chunks, so that one takes part in at most 128 sums.
     """
     probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
-    assert auc == pytest.approx(roc_auc_score(labels, logits), abs=2 * 2**-24)
+    rounding = relative_error(len(labels) + 3, torch.float64)
+    assert auc == pytest.approx(roc_auc_score(labels, logits), rel=rounding, abs=0)
     expected = log_loss(labels, probabilities)
     left = np.where(labels == 1, probabilities, 1 - probabilities)
     of_logarithms = (relative_error(4, torch.float64) / left).mean()
@@ -61,6 +63,13 @@ def test_auc_of_one_kind_of_label_is_nan() -> None:
     result = click_quality(torch.tensor([0.5, -0.5]), torch.ones(2))
     assert math.isnan(result.auc)
     assert result.logloss > 0
+
+
+@pytest.mark.parametrize("offset", [-800.0, 0.0, 40.0])
+def test_auc_orders_logits_whose_probabilities_are_rounded_to_0_or_1(offset: float) -> None:
+    logits = offset + torch.tensor([1.0, 4.0, 2.0, 3.0])
+    assert click_quality(logits, torch.tensor([0.0, 1.0, 0.0, 1.0])).auc == 1
+    assert click_quality(logits, torch.tensor([0.0, 1.0, 1.0, 0.0])).auc == 0.75
 
 
 def test_evaluate_gathers_all_batches_in_evaluation_mode() -> None:

@@ -14,6 +14,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.random_bits import name_key
 from torchembed.data.batch import Batch
 from torchembed.data.counter_bits import counter_bits, nearly_normal, unit_uniform
+from torchembed.data.rank_auc import rank_auc
 from torchembed.data.skewed_ids import PowerLaw
 from torchembed.data.source import BatchSource, BatchTask, Portion, Split
 
@@ -201,7 +202,8 @@ class ClickLog(BatchSource):
         return math.log(rate / (1 - rate)) * math.sqrt(1 + math.pi * variance / 8)
 
     def bayes_auc(self) -> float:
-        """AUC of the true probabilities over all ranks' rows: the most that a model can expect."""
+        """AUC of the true probabilities over all ranks' rows: the most that a model can expect; NaN
+        where all labels are equal."""
         return rank_auc(*self._outcomes())
 
     def bayes_logloss(self) -> float:
@@ -221,20 +223,3 @@ class ClickLog(BatchSource):
 def _mean_effect(parts: list[NDArray[np.float32]]) -> NDArray[np.float32]:
     """The sum of independent parts of variance 1, scaled to variance 1."""
     return np.sum(parts, axis=0) / np.float32(math.sqrt(len(parts)))
-
-
-def rank_auc(labels: NDArray[np.float32], scores: NDArray[np.float64]) -> float:
-    """Area under the ROC curve, ties counted half: Mann-Whitney's statistic.
-
-    Raises:
-        ValueError: if ``labels`` are all 0 or all 1.
-    """
-    num_clicks = int(labels.sum())
-    num_others = len(labels) - num_clicks
-    if not num_clicks or not num_others:
-        raise ValueError(f"AUC needs both labels, got {num_clicks} of 1 and {num_others} of 0")
-    _, which, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    last_rank = np.cumsum(counts)
-    mean_rank = last_rank - (counts - 1) / 2
-    rank_sum = float(mean_rank[which[labels == 1]].sum())
-    return (rank_sum - num_clicks * (num_clicks + 1) / 2) / (num_clicks * num_others)

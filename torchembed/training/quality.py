@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchembed.data.batch import check_clicks
+from torchembed.data.rank_auc import rank_auc
 from torchembed.data.tasks import Task, TaskKind
 
 
@@ -73,22 +74,18 @@ class TaskEvaluations(dict[str, Evaluation | RegressionEvaluation]):
 
 
 def click_quality(logits: Tensor, labels: Tensor) -> Evaluation:
-    """Compute AUC and log loss of ``logits [N]`` for ``labels [N]`` in float64, on one process.
+    """Compute AUC and log loss of ``logits [N]`` for ``labels [N]``, on the CPU, in float64, on one
+    process.
 
     Raises:
         FloatingPointError: if a logit is not finite.
         ValueError: if there is no row, or a label is neither 0 nor 1.
     """
-    from torchmetrics.functional.classification import binary_auroc
-
     _check_finite(logits, "logits")
     check_clicks(labels)
     logits, labels = logits.double(), labels.double()
     logloss = F.binary_cross_entropy_with_logits(logits, labels).item()
-    auc = math.nan
-    if 0 < labels.sum() < len(labels):
-        auc = binary_auroc(logits.sigmoid(), labels.long(), thresholds=None).item()
-    return Evaluation(auc, logloss, len(logits))
+    return Evaluation(rank_auc(labels.numpy(), logits.numpy()), logloss, len(logits))
 
 
 def regression_quality(predictions: Tensor, labels: Tensor) -> RegressionEvaluation:
