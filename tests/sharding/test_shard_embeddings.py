@@ -18,12 +18,25 @@ import torchembed
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded_cases import Case, make_batch, make_model, vectors_of
 from torchembed import HostMemory
+from torchembed.core.features import SparseFeatures
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.sharding import ShardingPlan, WirePrecision, make_plan
 
 MIXED = Case(
     placements={"a": "table_wise", "b": "row_wise", "c": "column_wise", "d": "data_parallel"}
 )
+
+
+CONFIG = torchembed.EmbeddingBagConfig(
+    name="t", num_embeddings=8, embedding_dim=4, feature_names=("f",)
+)
+
+
+class Doubled(torchembed.EmbeddingBagCollection):
+    """A collection with code of its own."""
+
+    def forward(self, features: Any) -> Any:
+        return 2 * super().forward(features).values()
 
 
 def one_table(num_rows: int, dim: int) -> nn.Module:
@@ -68,6 +81,7 @@ def refusals() -> dict[str, str]:
         "some processes": (make_model(MIXED), one_process["node", "rank"]),
         "another split": (make_model(MIXED), mesh, uneven),
         "a collection": (make_model(MIXED).tables, mesh),
+        "a derived class": (nn.ModuleDict({"mine": Doubled([CONFIG])}), mesh),
         "twice": (sharded, mesh),
         "fewer tables": (make_model(MIXED), mesh, fewer),
         "other ranks": (make_model(MIXED), mesh, wrong_ranks),
@@ -238,6 +252,8 @@ def test_refusals() -> None:
             "order": "mesh must hold its ranks in increasing order, got [1, 0]",
             "another split": "tables.embedding_bags.a must divide 23 rows of 8 columns as place",
             "a collection": "model must contain modules with tables, got an EmbeddingBagColl",
+            "a derived class": "module 'mine' must be an EmbeddingBagCollection itself to be "
+            "sharded, got a Doubled, which is derived from it and whose own code would be lost",
             "twice": "model must not be sharded yet, but its tables is a ShardedEmbeddingBagC",
             "a copy": "ShardedEmbeddingBagCollection cannot be copied, since it exchanges with",
             "fewer tables": "plan must hold the tables",
@@ -288,6 +304,37 @@ def test_state_moves_between_unsharded_and_sharded() -> None:
         np.testing.assert_array_equal(whole, np.arange(250.0).reshape(50, 5) + 2)
     owners = ["tables.embedding_bags.a.weight" in result["kinds"] for result in results]
     assert sorted(owners) == [False, True]
+
+
+def mode_and_hooks() -> dict[str, Any]:
+    """By kind of module: if it and its children train, and the hooks that its forward called."""
+    mesh = init_device_mesh("cpu", (2,))
+    found, called = {}, []
+    sparse = SparseFeatures(keys=("f",), values=torch.arange(4), batch_size=4, hotness=(1,))
+    sequences = torchembed.EmbeddingConfig(
+        name="t", num_embeddings=8, embedding_dim=4, feature_names=("f",)
+    )
+    for table, features in (
+        (torchembed.EmbeddingBagCollection([CONFIG]), sparse),
+        (torchembed.EmbeddingCollection([sequences]), sparse),
+        (torchembed.EmbeddingBag(8, 4), torch.arange(4).view(4, 1)),
+    ):
+        table.register_forward_hook(lambda module, *_: called.append(type(module).__name__))
+        table.register_forward_pre_hook(lambda *_: called.append("before"))
+        model = nn.ModuleDict({"table": table}).eval()
+        torchembed.shard_embeddings(model, mesh, dict.fromkeys(table_specs(model), "row_wise"))
+        model["table"](features)
+        found[type(model["table"]).__name__] = [module.training for module in model.modules()]
+    return {"training": found, "called": called}
+
+
+def test_sharded_modules_keep_mode_and_hooks() -> None:
+    for result in run_on_ranks(2, mode_and_hooks):
+        kinds = ["ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"]
+        kinds.append("ShardedEmbeddingBag")
+        assert list(result["training"]) == kinds
+        assert not any(any(modes) for modes in result["training"].values())
+        assert result["called"] == [name for kind in kinds for name in ("before", kind)]
 
 
 def test_some_processes_share_a_table_of_fewer_rows() -> None:

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchembed.core.checks import FLOAT_DTYPES
 from torchembed.modules.collection import Collection
 from torchembed.modules.embedding import Embedding, EmbeddingBag
+from torchembed.modules.embedding_bag_collection import EmbeddingBagCollection
+from torchembed.modules.embedding_collection import EmbeddingCollection
 from torchembed.modules.sharded.dense_use import dense_use
 from torchembed.modules.sharded.earlier_optimizers import check_no_optimizer_has
 from torchembed.modules.single_table import SingleTable
@@ -25,6 +27,8 @@ from torchembed.sharding.transport.table_ranks import flat_mesh, num_nodes
 from torchembed.sharding.wire import WirePrecision, WireTransport
 from torchembed.tables import TableSpec
 
+_COLLECTIONS: tuple[type[nn.Module], ...] = (EmbeddingBagCollection, EmbeddingCollection)
+
 
 def table_specs(model: nn.Module) -> dict[str, TableSpec]:
     """The unsharded tables in ``model``, by parameter name less ``.weight``."""
@@ -37,8 +41,10 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
     :class:`~torchembed.sharding.Planner`. The name of such a module is also that of its feature.
 
     Raises:
-        ValueError: for dynamic tables that cannot be sharded.
+        ValueError: for collections of derived classes, and for dynamic tables that cannot be
+            sharded.
     """
+    _check_collections(model)
     _check_dynamic_tables(model)
     uses = {
         name: TableUse(
@@ -62,6 +68,19 @@ def table_uses(model: nn.Module) -> dict[str, TableUse]:
                     module=path,
                 )
     return uses
+
+
+def _check_collections(model: nn.Module) -> None:
+    """Raise ``ValueError`` where a collection of ``model`` is of a class derived from ours, whose
+    own code its sharded counterpart would not run."""
+    for path, module in model.named_modules():
+        if isinstance(module, Collection) and type(module) not in _COLLECTIONS:
+            base = next(kind for kind in type(module).__mro__ if kind in _COLLECTIONS)
+            raise ValueError(
+                f"module {path!r} must be an {base.__name__} itself to be sharded, got a "
+                f"{type(module).__name__}, which is derived from it and whose own code would be "
+                f"lost; hold an {base.__name__} in a module of your own"
+            )
 
 
 def _check_dynamic_tables(model: nn.Module) -> None:

@@ -156,6 +156,7 @@ class ShardedCollection(BoundToRanks, StagedCollection[B, R, V]):
         made = cls(description, plans, ranks, held, device)
         made.register_state_dict_post_hook(_distribute)
         made.register_load_state_dict_pre_hook(_localize)
+        made.take_mode_and_hooks(source)
         return made
 
     def _hold_weights(self) -> None:

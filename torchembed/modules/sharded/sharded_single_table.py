@@ -124,9 +124,7 @@ class ShardedSingleTable(BoundToRanks, IndexInStateDict, ModuleOfOneTable):
         """By whether ids have weights, what looks a call up by itself; made when there is one. In a
         dictionary, since it is no submodule."""
         self.register_state_dict_post_hook(_distribute)
-        self.training = source.training
-        for attribute in _OF_HOOKS:
-            setattr(self, attribute, getattr(source, attribute))
+        self.take_mode_and_hooks(source)
 
     @staticmethod
     def of(
@@ -383,10 +381,6 @@ class ShardedEmbedding(ShardedSingleTable):
             is_padding = ids == self.padding_idx
             vectors = torch.where(is_padding.unsqueeze(1), vectors.detach(), vectors)
         return vectors.view(*input.shape, self.embedding_dim)
-
-
-_OF_HOOKS = [n for n in vars(nn.Module()) if "forward" in n or "backward" in n]
-"""Attributes by which a module has hooks of its forward and backward."""
 
 
 def _renamed(features: SparseFeatures) -> SparseFeatures:
