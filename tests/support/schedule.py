@@ -42,6 +42,8 @@ LONGEST_FIRST = (
     "tests/step/test_joined_calls.py",
     "tests/sharding/test_dynamic_tables_on_ranks.py",
     "tests/sharding/test_sharded_modules.py",
+    "tests/sharding/test_two_level_mean.py",
+    "tests/step/test_static_steps_on_ranks.py",
     "tests/training/test_dying_ranks.py",
     "tests/training/test_plain_loops.py",
     "tests/step/test_sequences_on_ranks.py",
