@@ -1,5 +1,7 @@
 """Skewed ids: the law, the bijection, and the same ids from any place on."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -76,5 +78,14 @@ def test_frequent_ids_are_scattered() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match=r"num_rows must lie in \[1, 2\*\*40\], got 0"):
         PowerLaw(0, 1.0)
-    with pytest.raises(ValueError, match="exponent must not be negative, got -1"):
-        PowerLaw(5, -1.0)
+    for exponent in (-1.0, math.inf, math.nan):
+        message = f"exponent must be a finite number of at least 0, got {exponent}"
+        with pytest.raises(ValueError, match=message):
+            PowerLaw(5, exponent)
+
+
+def test_ranks_of_a_large_exponent_are_in_range() -> None:
+    bits = np.array([0, 1 << 63, (1 << 64) - 1], np.uint64)
+    ranks = PowerLaw(1000, 30.0).ranks(bits)
+    # The first id gets nearly all; the last cell ends with the last id.
+    assert ranks.tolist() == [0, 0, 999]

@@ -1,5 +1,7 @@
 """Ids as skewed as those of real logs: few rows get most of the lookups."""
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,8 +30,8 @@ class PowerLaw:
     def __init__(self, num_rows: int, exponent: float, seed: int = 0) -> None:
         if not 1 <= num_rows <= 1 << 40:
             raise ValueError(f"num_rows must lie in [1, 2**40], got {num_rows}")
-        if exponent < 0:
-            raise ValueError(f"exponent must not be negative, got {exponent}")
+        if not 0 <= exponent < math.inf:
+            raise ValueError(f"exponent must be a finite number of at least 0, got {exponent}")
         self.num_rows = num_rows
         self._quantiles = self._make_quantiles(exponent)
         self._bits = max((num_rows - 1).bit_length(), 1)
@@ -42,7 +44,11 @@ class PowerLaw:
         log_rows, power = np.log1p(float(self.num_rows)), 1.0 - exponent
         if abs(power) < 1e-9:
             return np.expm1(part * log_rows)
-        return np.expm1(np.log1p(part * np.expm1(power * log_rows)) / power)
+        # Of a large exponent the last ids have no part that float64 holds beside the others': the
+        # last quantile is then infinite.
+        with np.errstate(divide="ignore"):
+            quantiles = np.expm1(np.log1p(part * np.expm1(power * log_rows)) / power)
+        return np.where(np.isinf(quantiles), float(self.num_rows), quantiles)
 
     def ranks(self, bits: NDArray[np.uint64]) -> NDArray[np.int64]:
         """The rank, from 0 for the most frequent, that each 64 random bits draw."""
