@@ -61,3 +61,7 @@ def test_fields_are_checked() -> None:
         EarlyStop(patience=0)
     with pytest.raises(ValueError, match="min_improvement must not be negative, got -1"):
         EarlyStop(min_improvement=-1.0)
+    with pytest.raises(ValueError, match="min_improvement must not be negative, got nan"):
+        EarlyStop(min_improvement=math.nan)
+    with pytest.raises(ValueError, match="target_auc must be a number or None, got nan"):
+        EarlyStop(target_auc=math.nan)

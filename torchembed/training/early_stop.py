@@ -35,8 +35,11 @@ class EarlyStop:
     def __post_init__(self) -> None:
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"patience must be at least 1 or None, got {self.patience}")
-        if self.min_improvement < 0:
+        # A comparison with NaN is never true: there would be no best score, and no end.
+        if not self.min_improvement >= 0:
             raise ValueError(f"min_improvement must not be negative, got {self.min_improvement}")
+        if self.target_auc is not None and math.isnan(self.target_auc):
+            raise ValueError("target_auc must be a number or None, got nan")
 
     def update(self, step: int, auc: float) -> bool:
         """Record an evaluation, by its score. Returns True where it is the best so far; NaN never
