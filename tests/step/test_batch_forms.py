@@ -439,12 +439,14 @@ def test_what_is_refused_says_what_to_write(
         progressed(OfIds(), loss_fn, batch)
 
 
-def test_a_model_that_gives_no_loss_is_refused() -> None:
+@pytest.mark.parametrize("given", [{"logits": torch.zeros(8)}, 0.5, (), None])
+def test_a_model_that_gives_no_loss_is_refused(given: Any) -> None:
     class Model(OfIds):
         def forward(self, ids: Tensor) -> Any:
-            return {"logits": super().forward(ids)}
+            return given
 
-    with pytest.raises(TypeError, match=r"first of a tuple or list, or named loss, got NoneType"):
+    kind = type(given).__name__
+    with pytest.raises(TypeError, match=rf"first of a tuple or list, or named loss, got {kind};"):
         progressed(Model(), None, IDS)
 
 

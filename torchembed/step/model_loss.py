@@ -201,11 +201,12 @@ def _loss_of(result: Tree) -> tuple[Tensor, Tree]:
     if isinstance(result, Tensor):
         return _checked(result, "the model"), None
     if isinstance(result, Mapping):
-        loss, output = result.get("loss"), result
+        loss, output = result.get("loss", result), result
     elif isinstance(result, (tuple, list)) and len(result) > 0:
         loss, output = result[0], result[1] if len(result) == 2 else result[1:]
     else:
-        loss, output = getattr(result, "loss", None), None
+        # Without a loss the error names what the model gave.
+        loss, output = getattr(result, "loss", result), None
     return _checked(loss, "the model"), output
 
 
