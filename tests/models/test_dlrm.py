@@ -174,6 +174,18 @@ def test_bad_arguments_are_named() -> None:
         TypeError, match=r"^embedding_bag_collection must be .*, got Linear, which has no "
     ):
         DLRM_DCNv2(nn.Linear(2, 2), **CROSS_SIZES)
+    with pytest.raises(ValueError, match=r"^dense_in_features must be at least 1, got 0; DCNv2 "):
+        DLRM_DCNv2(collection("meta", 4, 2), **CROSS_SIZES | {"dense_in_features": 0})
+    table = EmbeddingBagConfig(name="t", num_embeddings=3, embedding_dim=4, feature_names=("f",))
+    one_feature = EmbeddingBagCollection([table], device="meta")
+    with pytest.raises(ValueError, match=r"^interaction must be CONCATENATION where one sparse f"):
+        DLRM(one_feature, 0, [], [1])
+
+
+def test_missing_dense_features_are_named(device: torch.device) -> None:
+    model = DLRM_DCNv2(collection(device, 4, 2), **CROSS_SIZES, dense_device=device)
+    with pytest.raises(ValueError, match=r"^dense_features must be \[B, 5\], got None$"):
+        model(None, clicks(device).sparse)
 
 
 def test_the_cross_network_s_input_is_not_concatenated() -> None:

@@ -117,5 +117,7 @@ def test_a_later_item_changes_no_earlier_output(device: torch.device) -> None:
 
 
 def test_heads_divide_the_dim(device: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"^num_heads must divide embedding_dim 6, got 4$"):
-        model_of(device, num_heads=4)
+    for num_heads in (4, 0):
+        message = rf"^num_heads must divide embedding_dim 6, got {num_heads}$"
+        with pytest.raises(ValueError, match=message):
+            model_of(device, num_heads=num_heads)

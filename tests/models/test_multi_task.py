@@ -246,6 +246,19 @@ def test_numbers_of_experts_and_levels_are_at_least_one(make: Maker, argument: s
         make("meta", **{argument: 0})
 
 
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (shared_bottom, "bottom_layer_sizes"),
+        (mmoe, "expert_layer_sizes"),
+        (ple, "expert_layer_sizes"),
+    ],
+)
+def test_no_layers_below_the_towers_are_an_error(make: Maker, argument: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{argument} must hold one width or more, got none$"):
+        make("meta", **{argument: []})
+
+
 @EACH
 def test_outputs_start_where_they_are_told_to(make: Maker, device: torch.device) -> None:
     model = make(device)

@@ -115,7 +115,11 @@ def test_dropout_is_of_training_alone(device: torch.device) -> None:
     assert torch.equal(model(histories), model(histories))
 
 
-def test_heads_divide_the_dim() -> None:
+def test_heads_divide_the_dim_and_histories_have_a_length() -> None:
     items = torchembed.Embedding(3, 6)
-    with pytest.raises(ValueError, match=r"^num_heads must divide embedding_dim 6, got 4$"):
-        SASRec(items, embedding_dim=6, max_length=3, num_heads=4)
+    for num_heads in (4, 0, -1):
+        message = rf"^num_heads must divide embedding_dim 6, got {num_heads}$"
+        with pytest.raises(ValueError, match=message):
+            SASRec(items, embedding_dim=6, max_length=3, num_heads=num_heads)
+    with pytest.raises(ValueError, match=r"^max_length must be at least 1, got 0$"):
+        SASRec(items, embedding_dim=6, max_length=0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.support.tolerance import assert_follows
 from tests.support.values import normal
-from torchembed.modules.dense.cross import Cross, LowRankCross
+from torchembed.modules.dense.cross import Cross, LowRankCross, VectorCross
 
 
 def with_gradients(module: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
@@ -135,6 +135,9 @@ def test_trains_under_autocast(device: torch.device) -> None:
         assert parameter.grad is not None and parameter.grad.dtype == torch.float32
 
 
-def test_a_rank_below_one_is_an_error() -> None:
+def test_a_rank_below_one_and_layers_below_zero_are_errors() -> None:
     with pytest.raises(ValueError, match=r"^low_rank must be 1 or more, got 0$"):
         LowRankCross(6, 1, 0)
+    for make in (Cross, VectorCross, lambda width, layers: LowRankCross(width, layers, 2)):
+        with pytest.raises(ValueError, match=r"^num_layers must not be negative, got -1$"):
+            make(6, -1)

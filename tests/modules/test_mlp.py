@@ -174,3 +174,9 @@ def test_is_made_where_and_as_asked(dtype: torch.dtype) -> None:
 def test_no_layers_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"^layer_sizes must hold one width or more, got none$"):
         MLP(6, [])
+
+
+@pytest.mark.parametrize(("width", "sizes"), [(0, [3]), (6, [3, 0])])
+def test_widths_below_one_are_an_error(width: int, sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match=rf"must be at least 1, got {width} and \{sizes}$"):
+        MLP(width, sizes)

@@ -44,8 +44,8 @@ class DLRM(nn.Module):
         batch_norm: whether these layers are normalized over the batch.
 
     Raises:
-        ValueError: for tables of several dims, a last dense layer that is not D wide, or dense
-            layers without dense features.
+        ValueError: for tables of several dims, a last dense layer that is not D wide, dense layers
+            without dense features, or dot products of a single feature.
     """
 
     def __init__(
@@ -81,6 +81,11 @@ class DLRM(nn.Module):
         width = num_vectors * self._dim
         if interaction is DLRMInteraction.DOT:
             self.interaction = DotInteraction()
+            if num_vectors < 2:
+                raise ValueError(
+                    "interaction must be CONCATENATION where one sparse feature is all there is, "
+                    "since it has no dot products with others, got DOT"
+                )
             of_dense = self._dim if dense_in_features else 0
             width = of_dense + num_vectors * (num_vectors - 1) // 2
         self.over_arch = MLP(
@@ -126,13 +131,16 @@ class DLRM_DCNv2(nn.Module):
     Args:
         embedding_bag_collection: looks up and pools the sparse features; torchembed's or
             TorchRec's.
-        dense_in_features: number of dense features.
+        dense_in_features: number of dense features, one or more.
         dense_arch_layer_sizes: widths of the layers over the dense features.
         over_arch_layer_sizes: widths of the layers over the cross network, the last of them 1 for
             one logit.
         dcn_num_layers: layers of the cross network.
         dcn_low_rank_dim: rank of each of them.
         dense_device: device of the parameters other than the tables'.
+
+    Raises:
+        ValueError: for no dense features, or no layers.
     """
 
     def __init__(
@@ -146,6 +154,11 @@ class DLRM_DCNv2(nn.Module):
         dense_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if dense_in_features < 1:
+            raise ValueError(
+                f"dense_in_features must be at least 1, got {dense_in_features}; DCNv2 and DLRM "
+                "take none"
+            )
         dims = pooled_dims(embedding_bag_collection)
         self.embedding_bag_collection = embedding_bag_collection
         self.dense_arch = MLP(dense_in_features, dense_arch_layer_sizes, device=dense_device)
@@ -157,6 +170,7 @@ class DLRM_DCNv2(nn.Module):
         self.over_arch = MLP(
             width, over_arch_layer_sizes, activation_on_last=False, device=dense_device
         )
+        self._dense_in_features = dense_in_features
 
     def forward(self, dense_features: Tensor, sparse_features: Features) -> Tensor:
         """Compute the logits of a batch.
@@ -167,7 +181,10 @@ class DLRM_DCNv2(nn.Module):
 
         Returns:
             ``[B, over_arch_layer_sizes[-1]]``.
+
+        Raises:
+            ValueError: if the batch has no dense features.
         """
-        dense = self.dense_arch(dense_features)
+        dense = self.dense_arch(checked_dense(dense_features, self._dense_in_features))
         pooled = self.embedding_bag_collection(sparse_features).values()
         return self.over_arch(self.cross(dense, pooled))

@@ -22,6 +22,9 @@ class HistoryEncoder(nn.Module):
         max_length: most items of a history.
         dropout: dropout rate of the sums of items' and positions' vectors.
         dense_device: device of the parameters other than the table's.
+
+    Raises:
+        ValueError: if ``max_length`` is below 1.
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class HistoryEncoder(nn.Module):
         dense_device: torch.device | str | None,
     ) -> None:
         super().__init__()
+        if max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
         self.items, self.max_length = items, max_length
         self.positions = nn.Parameter(torch.empty(max_length, embedding_dim, device=dense_device))
         std = 1 / math.sqrt(embedding_dim)

@@ -30,7 +30,7 @@ class HSTU(HistoryEncoder):
             as long as those before.
 
     Raises:
-        ValueError: if the heads do not divide D.
+        ValueError: if the heads do not divide D, or ``max_length`` is below 1.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class HSTU(HistoryEncoder):
             dropout=dropout,
             dense_device=dense_device,
         )
-        if embedding_dim % num_heads:
+        if num_heads < 1 or embedding_dim % num_heads:
             raise ValueError(
                 f"num_heads must divide embedding_dim {embedding_dim}, got {num_heads}"
             )

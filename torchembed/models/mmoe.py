@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from torchembed.models.experts import Experts, Gate
 from torchembed.models.pooled import input_width
-from torchembed.models.task_towers import TaskTowers
+from torchembed.models.task_towers import TaskTowers, last_width
 
 
 class MMoE(TaskTowers):
@@ -29,7 +29,7 @@ class MMoE(TaskTowers):
         dense_device: device of the parameters other than the tables'.
 
     Raises:
-        ValueError: for no task, names that are not different, or no expert.
+        ValueError: for no task, names that are not different, or no expert or layer.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MMoE(TaskTowers):
         super().__init__(
             embedding_bag_collection,
             task_names=task_names,
-            in_features=expert_layer_sizes[-1],
+            in_features=last_width("expert_layer_sizes", expert_layer_sizes),
             tower_layer_sizes=tower_layer_sizes,
             dropout=dropout,
             dense_in_features=dense_in_features,

@@ -27,7 +27,7 @@ class SASRec(HistoryEncoder):
         dropout: dropout rate, of weights of attention too.
 
     Raises:
-        ValueError: if the heads do not divide D.
+        ValueError: if the heads do not divide D, or ``max_length`` is below 1.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SASRec(HistoryEncoder):
             dropout=dropout,
             dense_device=dense_device,
         )
-        if embedding_dim % num_heads:
+        if num_heads < 1 or embedding_dim % num_heads:
             raise ValueError(
                 f"num_heads must divide embedding_dim {embedding_dim}, got {num_heads}"
             )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchembed.models.pooled import input_width
-from torchembed.models.task_towers import TaskTowers
+from torchembed.models.task_towers import TaskTowers, last_width
 from torchembed.modules.dense.mlp import MLP
 
 
@@ -27,7 +27,7 @@ class SharedBottom(TaskTowers):
         dense_device: device of the parameters other than the tables'.
 
     Raises:
-        ValueError: for no task, or names that are not different.
+        ValueError: for no task, names that are not different, or no shared layers.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SharedBottom(TaskTowers):
         super().__init__(
             embedding_bag_collection,
             task_names=task_names,
-            in_features=bottom_layer_sizes[-1],
+            in_features=last_width("bottom_layer_sizes", bottom_layer_sizes),
             tower_layer_sizes=tower_layer_sizes,
             dropout=dropout,
             dense_in_features=dense_in_features,

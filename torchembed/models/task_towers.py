@@ -11,6 +11,17 @@ from torchembed.models.pooled import beside_dense
 from torchembed.modules.dense.mlp import MLP
 
 
+def last_width(argument: str, layer_sizes: Sequence[int]) -> int:
+    """The width of the last of the layers that ``argument`` gives.
+
+    Raises:
+        ValueError: for no layers.
+    """
+    if not layer_sizes:
+        raise ValueError(f"{argument} must hold one width or more, got none")
+    return layer_sizes[-1]
+
+
 class TaskTowers(nn.Module):
     """Base of models of several tasks: a tower for each task over a vector that is made for it.
 

@@ -7,6 +7,11 @@ from torch.nn import functional
 from torchembed.ops.cross import full_rank_cross, low_rank_cross_network
 
 
+def _check_num_layers(num_layers: int) -> None:
+    if num_layers < 0:
+        raise ValueError(f"num_layers must not be negative, got {num_layers}")
+
+
 class LowRankCross(nn.Module):
     """A stack of low-rank cross layers.
 
@@ -36,6 +41,7 @@ class LowRankCross(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check_num_layers(num_layers)
         if low_rank < 1:
             raise ValueError(f"low_rank must be 1 or more, got {low_rank}")
 
@@ -79,6 +85,7 @@ class _CrossStack(nn.Module):
             others: as for the derived classes.
         """
         super().__init__()
+        _check_num_layers(num_layers)
 
         def parameters(*shape: int) -> nn.ParameterList:
             return nn.ParameterList(

@@ -109,7 +109,7 @@ class MLP(nn.Sequential):
         dtype: of the parameters.
 
     Raises:
-        ValueError: for no layers.
+        ValueError: for no layers, or a width below 1.
     """
 
     layer_type: ClassVar[type[nn.Linear]] = _Linear
@@ -130,6 +130,11 @@ class MLP(nn.Sequential):
     ) -> None:
         if not layer_sizes:
             raise ValueError("layer_sizes must hold one width or more, got none")
+        if in_features < 1 or min(layer_sizes) < 1:
+            raise ValueError(
+                "in_features and layer_sizes must be at least 1, got "
+                f"{in_features} and {list(layer_sizes)}"
+            )
         layers: list[nn.Module] = []
         width = in_features
         for index, size in enumerate(layer_sizes):
