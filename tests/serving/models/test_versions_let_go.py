@@ -67,4 +67,6 @@ def test_versions_that_are_let_go_of_leave_nothing_behind(tmp_path: Path) -> Non
         # Two versions are loaded from the second on; a third one shows what was made once.
         assert found[-1] - found[3] == found[3] - found[-1] == Counter()
         assert set(memory.tables()) == {"m/items@7", "m/items@8"}
-        assert set(disk.tables()) == {"m/items@7", "m/items@8", "torchembed.loaded_rows"}
+        records = {"torchembed.loaded_rows", "torchembed.loaded_contents"}
+        assert set(disk.tables()) == {"m/items@7", "m/items@8", *records}
+        assert {disk.table(name, 8).num_rows() for name in records} == {2}
