@@ -33,7 +33,7 @@ def plan_in_seconds(num_ranks: int, **settings: Any) -> PlanReport:
     planner = Planner(batch_size=8192, hotness=HOTNESS, **settings)
     start = time.process_time()
     report = planner.plan(TABLES, topology_of(num_ranks))
-    assert time.process_time() - start < 20  # some seconds, on a machine that may be slow
+    assert time.process_time() - start < 100  # some seconds, on a machine that may be slow
     memory = report.topology.memory_bytes
     assert max(rank.held_bytes for rank in report.ranks) <= memory
     return report
