@@ -5,7 +5,7 @@ import os
 import random
 from pathlib import Path
 
-from tests.support.killed_run import Launcher
+from tests.support.killed_run import AfterSteps, InFiles, Launcher
 from torchembed.training import CheckpointFolder
 
 NUM_KILLS = int(os.environ.get("TORCHEMBED_DISK_KILLS", "4"))
@@ -27,7 +27,9 @@ def test_a_killed_run_has_the_losses_of_one_that_was_not(tmp_path: Path) -> None
     (tmp_path / "whole-disk").mkdir()
     (tmp_path / "disk").mkdir()
 
-    def start(name: str, folder: str, disk: str, fatal: dict[int, tuple[int, Path]], wait: bool):
+    def start(
+        name: str, folder: str, disk: str, fatal: dict[int, InFiles | AfterSteps], wait: bool
+    ):
         return launcher.start(
             NUM_RANKS,
             tmp_path / f"store-{name}",
@@ -53,15 +55,13 @@ def test_a_killed_run_has_the_losses_of_one_that_was_not(tmp_path: Path) -> None
         is_last, victim, fatal = attempt == NUM_KILLS, draw.randrange(NUM_RANKS), {}
         if attempt % 2 == 0 and not is_last:
             # Within a save: before one of its changes of files.
-            fatal[victim] = (draw.randint(1, 40), tmp_path / "checkpoints")
+            fatal[victim] = InFiles(draw.randint(1, 40), tmp_path / "checkpoints")
+        elif not is_last:
+            fatal[victim] = AfterSteps(draw.randint(1, 8), draw.uniform(0, 0.05))
         resumed_from.append(max(CheckpointFolder(tmp_path / "checkpoints").steps(), default=0))
         processes = start(str(attempt), "checkpoints", "disk", fatal, attempt % 4 < 2)
         if attempt % 2 == 1 and not is_last:
-            num_lines, delay = draw.randint(1, 8), draw.uniform(0, 0.05)
-            while len(losses_of(tmp_path / f"log-{attempt}", victim)) < num_lines:
-                processes[victim].join(0.01)
-                assert processes[victim].exitcode is None
-            processes[victim].join(delay)
+            processes[victim].join(LIMIT_SECONDS)
             for process in processes:
                 process.kill()
         codes = codes_of(processes)

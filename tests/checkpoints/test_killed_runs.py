@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.killed_run import Launcher
+from tests.support.killed_run import AfterSteps, InFiles, Launcher
 from torchembed.training import CheckpointFolder
 
 NUM_RANKS, NUM_STEPS, SAVE_EVERY = 2, 75, 3
@@ -61,9 +61,11 @@ def test_a_run_killed_ten_times_has_the_losses_of_one_that_was_not(
     for attempt in range(11):
         log = tmp_path / f"log-{attempt}"
         victim = draw.randrange(NUM_RANKS)
-        fatal: dict[int, tuple[int, Path]] = {}
+        fatal: dict[int, InFiles | AfterSteps] = {}
         if attempt % 2 == 0 and attempt < 10:
-            fatal[victim] = (draw.randint(1, (24, 3)[victim]), folder)
+            fatal[victim] = InFiles(draw.randint(1, (24, 3)[victim]), folder)
+        elif attempt < 10:
+            fatal[victim] = AfterSteps(draw.randint(1, 8), draw.uniform(0, 0.03))
         resumed_from.append(max(CheckpointFolder(folder).steps(), default=0))
         processes = launcher.start(
             NUM_RANKS,
@@ -75,11 +77,7 @@ def test_a_run_killed_ten_times_has_the_losses_of_one_that_was_not(
             **common,
         )
         if attempt % 2 == 1:
-            num_lines, delay = draw.randint(1, 8), draw.uniform(0, 0.03)
-            while len(list(losses_of(log, victim))) < num_lines:
-                processes[victim].join(0.01)
-                assert processes[victim].exitcode is None
-            processes[victim].join(delay)
+            processes[victim].join(LIMIT_SECONDS)
             for process in processes:
                 process.kill()
         codes = join(processes)
@@ -109,7 +107,7 @@ def test_a_save_that_dies_before_any_of_its_changes_of_files(
         num_events += 1
         folder = tmp_path / f"dies-{num_events}"
         processes = launcher.start(
-            1, first, {0: (num_events, folder)},
+            1, first, {0: InFiles(num_events, folder)},
             folder=folder, log=log, num_steps=3, save_every=1, wait=True,
         )  # fmt: skip
         code = join(processes)[0]

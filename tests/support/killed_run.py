@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -89,8 +90,10 @@ def train_and_save(
     save_every: int,
     wait: bool,
     disk: Path | None = None,
+    after_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Go on from the last checkpoint in ``folder``; each step's loss is added to ``log``.
+    """Go on from the last checkpoint in ``folder``; each step's loss is added to ``log``, and
+    ``after_step`` is called then.
 
     Tables on ``disk`` are trained by a pipeline, which brings the rows of the next batch in while
     it trains one, but reads no batch beyond the next checkpoint; without, steps are taken by hand.
@@ -124,13 +127,28 @@ def train_and_save(
             run.others["schedule"].step()  # type: ignore[attr-defined]
             position.num_taken += 1
             print(json.dumps([position.num_taken, loss.item().hex()]), file=lines, flush=True)
+            after_step()
             if position.num_taken % save_every == 0:
                 checkpoints.save(position.num_taken, run, wait=wait)
     checkpoints.wait()
 
 
-def die_at(num_events: int, folder: Path) -> None:
-    """Let this process kill itself just before its ``num_events``-th change of files there."""
+class InFiles(NamedTuple):
+    """The end of a process just before its ``num_events``-th change of files there."""
+
+    num_events: int
+    folder: Path
+
+
+class AfterSteps(NamedTuple):
+    """The end of a process some time after so many of its steps, whatever it does by then."""
+
+    num_steps: int
+    seconds: float
+
+
+def die_in_files(num_events: int, folder: Path) -> None:
+    """Let this process kill itself as :class:`InFiles` says."""
     left, lock = [num_events], threading.Lock()
 
     def count(event: str, arguments: tuple[Any, ...]) -> None:
@@ -146,11 +164,24 @@ def die_at(num_events: int, folder: Path) -> None:
     sys.addaudithook(count)
 
 
+def dying_after(num_steps: int, seconds: float) -> Callable[[], None]:
+    """To be called after each step of this process, which is killed as :class:`AfterSteps` says."""
+    steps = itertools.count(1)
+
+    def after_step() -> None:
+        if next(steps) == num_steps:
+            end = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+            end.daemon = True
+            end.start()
+
+    return after_step
+
+
 def _rank_main(
     rank: int,
     num_ranks: int,
     store: Path,
-    fatal: tuple[int, Path] | None,
+    fatal: InFiles | AfterSteps | None,
     arguments: dict[str, Any],
 ) -> None:
     torch.set_num_threads(1)
@@ -158,8 +189,10 @@ def _rank_main(
         dist.init_process_group(
             "gloo", rank=rank, world_size=num_ranks, store=dist.FileStore(str(store), num_ranks)
         )
-    if fatal is not None:
-        die_at(*fatal)
+    if isinstance(fatal, InFiles):
+        die_in_files(*fatal)
+    elif isinstance(fatal, AfterSteps):
+        arguments["after_step"] = dying_after(*fatal)
     log = arguments.pop("log")
     train_and_save(log=log.with_suffix(f".{rank}"), **arguments)
     if num_ranks > 1:
@@ -173,9 +206,9 @@ class Launcher:
         self.context = fork_server()
 
     def start(
-        self, num_ranks: int, store: Path, fatal: dict[int, tuple[int, Path]], **arguments: Any
+        self, num_ranks: int, store: Path, fatal: dict[int, Any], **arguments: Any
     ) -> list[ForkServerProcess]:
-        """``train_and_save(**arguments)`` on each rank."""
+        """``train_and_save(**arguments)`` on each rank, of which some end as ``fatal`` says."""
         processes = [
             self.context.Process(
                 target=_rank_main,
