@@ -37,6 +37,18 @@ RENDEZVOUS = (
     "--rdzv-conf=store_type=file,last_call_timeout=15,keep_alive_interval=2,keep_alive_max_attempt=4",
     *("--local-addr", "localhost"),
 )
+TOGETHER = """
+import sys, time
+from pathlib import Path
+from torch.distributed.run import main
+
+folder = Path(sys.argv.pop(1))
+(folder / f"node-{sys.argv.pop(1)}").touch()
+while len(list(folder.glob("node-*"))) < 2:
+    time.sleep(0.01)
+main()
+"""
+"""Of a node: ``torchrun``, once both have imported it, which may take one of them much longer."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -45,13 +57,13 @@ ENVIRONMENT = {
 }
 
 
-def start_node(folder: Path) -> subprocess.Popen[str]:
+def start_node(folder: Path, number: int) -> subprocess.Popen[str]:
     """One of two nodes of a run that are started in ``folder``."""
     deaths = (str(folder), str(RANK_DIES_AT), str(NODE_DIES_AT))
     recipe = ("dlrm_dcnv2", *SMALL, "--max-steps", str(NODE_DIES_AT))
-    run = ("-m", "torch.distributed.run", *RENDEZVOUS, "-m", "tests.recipes.dying_recipe")
+    run = (*("-c", TOGETHER, str(folder), str(number)), *RENDEZVOUS)
     return subprocess.Popen(
-        [sys.executable, *run, *deaths, *recipe],
+        [sys.executable, *run, "-m", "tests.recipes.dying_recipe", *deaths, *recipe],
         cwd=folder,
         env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -83,8 +95,8 @@ def state_between(output: Path) -> dict[str, Any]:
 def test_a_run_goes_on_after_a_rank_and_after_a_node_was_killed(tmp_path: Path) -> None:
     """After the rank's death two ranks go on, and have what an uninterrupted run has, bit for bit;
     after the node's death one does, to the last step."""
-    with start_node(tmp_path) as first, start_node(tmp_path) as second:
-        ended = [process.communicate(timeout=400) for process in (first, second)]
+    with start_node(tmp_path, 0) as first, start_node(tmp_path, 1) as second:
+        ended = [process.communicate(timeout=800) for process in (first, second)]
     codes = [first.returncode, second.returncode]
     assert sorted(codes) == [-9, 0], ended
     printed, said = ended[codes.index(0)]
