@@ -1,5 +1,6 @@
 """Process groups of sharded models: made once, lent again, and of one living model at a time."""
 
+import contextlib
 import gc
 import os
 from pathlib import Path
@@ -18,8 +19,19 @@ CASE = Case(
 )
 
 
+IS_EXITING = 0x4
+"""Flag of a thread that may be joined already, while the kernel still lists it."""
+
+
 def num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    """Threads of this process that have not ended."""
+    num_running = 0
+    for number in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            # Behind the name, which may have spaces, in parentheses.
+            fields = Path("/proc/self/task", number, "stat").read_text().rpartition(") ")[2].split()
+            num_running += not int(fields[6]) & IS_EXITING
+    return num_running
 
 
 def train(model: torch.nn.Module) -> None:
