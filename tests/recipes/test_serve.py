@@ -50,7 +50,7 @@ def test_the_newest_run_is_served_asked_and_trained_on(tmp_path: Path) -> None:
         followed = next(line for line in lines if "fresh within -" not in line)
         assert re.search(r"version +(\d+)", followed)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=300) == 0
     assert (tmp_path / "runs" / "serving" / "live.png").stat().st_size > 0
     assert (answer["model_name"], answer["model_version"]) == ("dlrm_dcnv2", "4")
     found = {output["name"]: output["data"] for output in answer["outputs"]}

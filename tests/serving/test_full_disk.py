@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import torchembed
 from tests.support import full_disks, store_processes
 from tests.support.kafka_brokers import running_brokers
-from tests.support.redis_servers import wait_until
+from tests.support.waiting import wait_until
 from torchembed.serving.models import deploy
 from torchembed.training import ModelPublisher
 
@@ -107,8 +107,13 @@ def test_updates_wait_for_room_on_the_disk_while_answers_go_on(tmp_path: Path) -
         assert "No space left on device: make room there, and the next write is done" in line
         ask_for("empty")
         wait_until(lambda: versions(http) == {2.0}, log.read_text)
-        wait_until(lambda: all(committed(brokers.addresses)), log.read_text)
-        assert metric(http, "torchembed_updates_total") == sum(committed(brokers.addresses))
+
+        def is_committed() -> bool:
+            num_applied = metric(http, "torchembed_updates_total")
+            offsets = committed(brokers.addresses)
+            return all(offsets) and num_applied == sum(offsets)
+
+        wait_until(is_committed, log.read_text)
         assert log.read_text().count("updates are applied again") == 1
         assert ask_for("end") == "ended"
         server.process.join(store_processes.LIMIT_SECONDS)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fuzzed_messages import NUM_FUZZED
+from tests.support.waiting import wait_until
 from tests.zoo.served_models import MODELS
 from torchembed.serving.configuration import ServerConfig
 from torchembed.serving.models import deploy
@@ -163,7 +164,7 @@ class Asking:
     """A connection over HTTP that counts answers by status."""
 
     def __init__(self, fuzzed: Fuzzed) -> None:
-        self._connection = http.client.HTTPConnection(fuzzed.http, timeout=30)
+        self._connection = http.client.HTTPConnection(fuzzed.http, timeout=120)
         self._right = json.dumps(as_json(fuzzed.arrays)).encode()
         self.statuses: Counter[int] = Counter()
 
@@ -291,7 +292,7 @@ def test_bytes_that_are_no_http_are_refused_or_end_the_connection(fuzzed: Fuzzed
     def send(noise: bytes, seed: int) -> None:
         draw = random.Random(seed)
         sent = noise + b"\r\n\r\n" if draw.random() < 0.3 else damaged(right, draw) + body
-        with socket.create_connection((host, int(port)), timeout=30) as client:
+        with socket.create_connection((host, int(port)), timeout=120) as client:
             received = b""
             with contextlib.suppress(ConnectionError):
                 client.sendall(sent)
@@ -309,7 +310,8 @@ def test_bytes_that_are_no_http_are_refused_or_end_the_connection(fuzzed: Fuzzed
     send()
     asking.ask_rightly()
     asking.close()
-    assert fuzzed.totals()["torchembed_requests_in_progress http"] == 1
+    # Those of connections that ended meanwhile are computed to their end.
+    wait_until(lambda: fuzzed.totals()["torchembed_requests_in_progress http"] == 1)
 
 
 def right_message(arrays: dict[str, np.ndarray]) -> Any:
@@ -328,7 +330,7 @@ def test_messages_that_went_wrong_are_refused(fuzzed: Fuzzed) -> None:
 
     def ask(data: bytes) -> grpc.StatusCode:
         try:
-            infer(data, timeout=30)
+            infer(data, timeout=120)
         except grpc.RpcError as error:
             code, text = error.code(), error.details()  # type: ignore[attr-defined]
             assert code in REFUSALS and text, (code, text)
@@ -394,11 +396,11 @@ def test_random_bytes_to_each_call_are_refused(fuzzed: Fuzzed) -> None:
     @given(names, st.binary(max_size=50))
     def send(name: str, data: bytes) -> None:
         try:
-            fuzzed.channel.unary_unary(f"{SERVICE}{name}")(data, timeout=30)
+            fuzzed.channel.unary_unary(f"{SERVICE}{name}")(data, timeout=120)
         except grpc.RpcError as error:
             codes.add(error.code())  # type: ignore[attr-defined]
 
     send()
     assert codes and codes <= REFUSALS
     infer = fuzzed.channel.unary_unary(f"{SERVICE}ModelInfer")
-    assert infer(right_message(fuzzed.arrays).SerializeToString(), timeout=30)
+    assert infer(right_message(fuzzed.arrays).SerializeToString(), timeout=120)

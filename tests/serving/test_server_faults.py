@@ -20,10 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.asked_servers import asked, expected, trained
 from tests.support.kafka_brokers import running_brokers
 from tests.support.killed_servers import serve_until_killed
-from tests.support.redis_servers import redis_server, wait_until
+from tests.support.redis_servers import redis_server
 from tests.support.server_processes import command, running_server
 from tests.support.source_tree import ROOT
 from tests.support.store_processes import LIMIT_SECONDS, start
+from tests.support.waiting import wait_until
 from tests.zoo.served_models import NUM_ROWS
 from torchembed.serving.__main__ import main, make_parser
 from torchembed.serving.configuration import parse_address
@@ -102,7 +103,7 @@ def test_requests_that_have_begun_are_answered_when_the_server_ends(tmp_path: Pa
         wait_until(lambda: len(answers) >= 30)
         assert server.end() == 0
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(LIMIT_SECONDS)
     assert len(refusals) == 3
     # Refused before it is read, or named as ending; a half answer would be another error.
     assert not [text for text in refusals if "Incomplete" in text or "BadStatus" in text], refusals
@@ -168,7 +169,7 @@ def test_brokers_that_do_not_answer_end_the_server_by_one_line(tmp_path: Path) -
             command(models, "--config", str(config)),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             check=False,
         )

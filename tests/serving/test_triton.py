@@ -32,8 +32,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         LOADER,
         {"is_jagged": False},
         TritonOptions(
-            max_batch_size=64,
-            max_queue_delay_microseconds=50_000,
+            # The samples of all requests that are to be gathered: then Triton waits no longer.
+            max_batch_size=sum(range(1, 9)),
+            max_queue_delay_microseconds=10_000_000,
             environment=HERE.environment,
             python_path=HERE.python_path,
         ),
@@ -124,7 +125,7 @@ def test_requests_that_triton_gathers_are_answered_each_by_its_own_rows(
     def one(index: int) -> None:
         own = tritonclient.grpc.InferenceServerClient(server.grpc)
         tensors = input_tensors(tritonclient.grpc, fixed_inputs(index + 1, index))
-        start.wait(30)
+        start.wait(120)
         result: Any = own.infer("fixed", tensors)
         answers[index] = {name: result.as_numpy(name) for name in ("sums", "rows")}
         own.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.source_tree import ROOT
+from tests.support.waiting import LIMIT_SECONDS
 
 
 class RunningServer(NamedTuple):
@@ -27,7 +28,7 @@ class RunningServer(NamedTuple):
     def end(self) -> int:
         """Send SIGTERM, and wait for the end; returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=LIMIT_SECONDS)
 
 
 def command(models: Path, *flags: str) -> list[str]:

@@ -18,7 +18,7 @@ from tests.support.required_servers import without_server
 
 _WHEEL = "nvidia-pytriton==0.7.0"
 _INSTALL_LIMIT_SECONDS = 120.0
-_START_LIMIT_SECONDS = 180.0
+_START_LIMIT_SECONDS = 300.0
 _END_LIMIT_SECONDS = 30.0
 _STUB = "triton_python_backend_stub"
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.redis_servers import redis_server, wait_until
+from tests.support.redis_servers import redis_server
+from tests.support.waiting import wait_until
 from torchembed.serving.levels import RowLevels, ServedTable
 from torchembed.stores import (
     MemoryStore,
@@ -89,7 +90,7 @@ def test_what_redis_missed_is_not_answered_by_it(tmp_path: Path, crashes: bool) 
 
     with redis_server() as server, RocksDBStore(tmp_path / "rows") as disk:
         options = RedisOptions(addresses=(server.address,))
-        impatient = dataclasses.replace(options, timeout_seconds=0.2)
+        impatient = dataclasses.replace(options, timeout_seconds=1.0)
         with RedisStore(options) as redis, RedisStore(impatient) as first:
             levels = over(first, disk)
             write(levels, 1.0)

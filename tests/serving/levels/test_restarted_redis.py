@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from tests.support.late_network import late_network
-from tests.support.redis_servers import (
-    RedisServer,
-    redis_cluster,
-    redis_server,
-    wait_for_cluster,
-    wait_until,
-)
+from tests.support.redis_servers import RedisServer, redis_cluster, redis_server, wait_for_cluster
+from tests.support.waiting import wait_until
 from torchembed.serving.levels import RowLevels, ServedTable
 from torchembed.stores import (
     MemoryStore,
@@ -35,7 +30,7 @@ NUM_PARTITIONS = 16
 NUM_THREADS = 4
 
 
-def redis_at(*servers: RedisServer, timeout_seconds: float = 5.0) -> RedisStore:
+def redis_at(*servers: RedisServer, timeout_seconds: float = 60.0) -> RedisStore:
     options = RedisOptions(
         addresses=tuple(server.address for server in servers),
         is_cluster=len(servers) > 1,
@@ -166,7 +161,7 @@ def test_rows_from_before_the_first_use_are_taken(tmp_path: Path) -> None:
 
 def test_what_arrives_late_is_not_done(tmp_path: Path) -> None:
     with redis_server() as server, late_network(server.port) as network:
-        options = RedisOptions(addresses=(network.address,), timeout_seconds=0.5)
+        options = RedisOptions(addresses=(network.address,), timeout_seconds=2.0)
         with process(RedisStore(options), tmp_path) as (levels, _):
             write(levels, 1.0)
             network.hold()
