@@ -1,4 +1,4 @@
-"""A rank that dies ends the run within a minute from then on, and says why."""
+"""A rank that dies ends the run within minutes, and not once collectives give up, and says why."""
 
 import os
 import re
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 300
+"""From its death to the end of the run; without our part it is half an hour."""
 CAUSES = {
     "raises": r"exitcode +: 1 .*\n(.*\n)* +RuntimeError: the third batch is bad",
     "is-killed": r"exitcode +: -9 (.*\n)+?.*Signal 9 \(SIGKILL\)",
@@ -32,7 +33,7 @@ def run_until_a_rank_fails(how: str, device: str) -> str:
         env=os.environ | {"OMP_NUM_THREADS": "1"} | hidden,
         capture_output=True,
         text=True,
-        timeout=4 * LIMIT_SECONDS,
+        timeout=2 * LIMIT_SECONDS,
         check=False,
     )
     end = time.monotonic()
