@@ -15,6 +15,8 @@ from torch import Tensor
 from tests.support.followed_models import FollowedModels, followed_models
 from tests.support.kafka_brokers import Brokers, running_brokers
 from tests.support.waiting import wait_until
+from torchembed.serving.protocols import MetricTotal
+from torchembed.serving.server.metrics import update_totals
 from torchembed.serving.updates import (
     ApplierOptions,
     DropReason,
@@ -273,15 +275,17 @@ class _AwayModels(FollowedModels):
     """Models whose stores are away while ``is_away``."""
 
     is_away = False
+    error: Exception = StoreUnavailableError("the store is away")
 
     def apply_rows(self, model: str, table: str, keys: Tensor, rows: Tensor, **more: Any) -> None:
         if self.is_away:
-            raise StoreUnavailableError("the store is away")
+            raise self.error
         super().apply_rows(model, table, keys, rows, **more)
 
 
+@pytest.mark.parametrize("error", [_AwayModels.error, MemoryError("there is no room")])
 def test_updates_wait_for_stores_that_are_away(
-    brokers: Brokers, caplog: pytest.LogCaptureFixture
+    brokers: Brokers, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         caplog.at_level(logging.INFO, "torchembed.serving"),
@@ -289,7 +293,7 @@ def test_updates_wait_for_stores_that_are_away(
         UpdatePublisher(brokers.addresses) as publisher,
     ):
         models = _AwayModels(followed.lookup)
-        models.is_away = True
+        models.is_away, models.error = True, error
         with applier_of(brokers, models) as applier:
             for version in range(1, 6):
                 row = torch.full((1, 4), float(version))
@@ -384,6 +388,8 @@ def test_a_thread_that_ends_by_itself_is_told(
         assert not applier.statistics().is_running
         applier.start()
         wait_until(lambda: not applier.statistics().is_running)
+        (running,) = (t for t in update_totals(applier) if "applier_running" in t.name)
+        assert isinstance(running, MetricTotal) and not running.value
         with pytest.raises(RuntimeError, match=r"ended before: AssertionError\('a mis"):
             applier.close()
         applier.close()

@@ -116,6 +116,13 @@ def update_totals(applier: UpdateApplier) -> Iterator[MetricTotal | HistogramTot
             count,
         )
     yield MetricTotal(
+        "torchembed_update_applier_running",
+        _GAUGE,
+        "0 where no update is applied any more, which the log explains",
+        {},
+        found.is_running,
+    )
+    yield MetricTotal(
         "torchembed_update_lag_seconds",
         _GAUGE,
         "How far updates are behind their publishers",

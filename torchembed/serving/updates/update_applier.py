@@ -43,7 +43,8 @@ class UpdatedModels(Protocol):
 
         Raises:
             UnknownModelError, TypeError, ValueError: for what does not fit, and never will.
-            OSError, RuntimeError: where it cannot be done now; calling again does no harm.
+            OSError, RuntimeError, MemoryError: where it cannot be done now; calling again does no
+                harm.
         """
         ...
 
@@ -288,7 +289,7 @@ class UpdateApplier:
         while True:
             try:
                 action()
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, MemoryError) as error:
                 if not self._is_failing:
                     self._is_failing = True
                     _LOG.warning("updates wait, and are tried again: %r", error)
