@@ -1,7 +1,7 @@
 """What both protocols count of a known series of requests, as Prometheus reads it."""
 
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from tests.support.served_models import (
     scoring_inputs,
 )
 from tests.support.waiting import wait_until
+from torchembed.serving.interface import Answer
 from torchembed.serving.protocols import (
     ExecutionTotals,
     GrpcServer,
@@ -173,6 +174,30 @@ def test_statistics_of_the_protocol_are_those_of_the_metrics(both: Both) -> None
         assert int(durations["fail"]["count"]) == 1
         microseconds = of(found, "nv_inference_request_duration_us", **labels)
         assert int(durations["success"]["ns"]) == pytest.approx(1000 * microseconds, abs=1)
+
+
+class Updated(ScoringModel):
+    """Answers by a dense part of another version, as after an update."""
+
+    def answer(
+        self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None
+    ) -> Answer:
+        return super().answer(inputs, outputs)._replace(version="9")
+
+
+def test_statistics_have_answers_of_updated_dense_parts() -> None:
+    directory = MemoryDirectory().with_loaded(Updated(version="7"), EchoModel())
+    server = HttpServer(directory)
+    server.start()
+    client = Client(tritonclient.http, tritonclient.http.InferenceServerClient(server.address))
+    client.connection.infer("scores", client.tensors(scoring_inputs(5)))
+    for name in ("scores", ""):
+        found = client.connection.get_inference_statistics(name)["model_stats"]
+        counts = {(s["name"], s["version"]): s["inference_count"] for s in found}
+        assert counts.pop(("echo", "1"), 0) == 0
+        assert counts == {("scores", "7"): 0, ("scores", "9"): 5}
+    client.connection.close()
+    server.stop(0)
 
 
 def test_totals_of_other_parts_are_shown_and_those_that_fail_are_counted(both: Both) -> None:

@@ -90,7 +90,8 @@ def statistics(
     name: str | None,
     version: str | None,
 ) -> dict[str, Any]:
-    """Totals of the versions that answer: of all models, of one, or of one version.
+    """Totals of the versions that answer: of all models, of one, or of one version. Of whole models
+    those of other versions follow that have answered, as by dense parts that updates brought.
 
     Raises:
         UnknownModelError, ModelNotReadyError: where there is none that answers.
@@ -105,6 +106,9 @@ def statistics(
         wanted = [(name, each) for each in directory.versions(name)]
     else:
         wanted = [(name, directory.model(name, version).form.version)]
+    if version is None:
+        models = {model for model, _ in wanted}
+        wanted += [key for key in totals if key[0] in models and key not in wanted]
     return {"model_stats": [_statistics(*key, totals.get(key) or ModelTotals()) for key in wanted]}
 
 
