@@ -116,6 +116,16 @@ def test_secrets_are_not_shown() -> None:
     assert "secret" not in text and "'p'" not in text
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{"token": 4711}, {"volatile": {"kind": "redis", "addresses": ["h:1"], "password": 4711}}],
+)
+def test_secrets_are_not_shown_in_errors(values: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must be a string, got another, which is not") as raised:
+        read_config(write(tmp_path, {"models_folder": "m", **values}))
+    assert "4711" not in str(raised.value)
+
+
 FIRST, CACHE = "models[0].", "models[0].cache."
 
 

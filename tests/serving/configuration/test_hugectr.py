@@ -394,6 +394,10 @@ REFUSED: list[tuple[Any, str]] = [
         "volatile_db.max_batch_size must be from 1 to 262143, got 262144",
     ),
     (
+        {"models": [MODEL], "volatile_db": {"password": 4711}},
+        "volatile_db.password must be a string, got another, which is not shown",
+    ),
+    (
         {"models": [MODEL], "volatile_db": {"overflow_policy": "lru"}},
         "volatile_db.overflow_policy must be one of evict_oldest, evict_least_used, evict_random",
     ),

@@ -78,7 +78,23 @@ def check_fields(config: Any) -> None:
     says: type, members and limits. Errors begin with the field's name."""
     hints = field_hints(type(config))
     for field in dataclasses.fields(config):
-        check_value(field.name, getattr(config, field.name), hints[field.name])
+        check_field(field, field.name, getattr(config, field.name), hints[field.name])
+
+
+def check_field(field: dataclasses.Field[Any], name: str, value: Any, hint: Any) -> None:
+    """As :func:`check_value`; the values of secrets, which are no part of a ``repr``, are not shown
+    in errors either."""
+    try:
+        check_value(name, value, hint)
+    except ValueError as error:
+        if field.repr:
+            raise
+        raise ValueError(hidden(str(error))) from None
+
+
+def hidden(message: str) -> str:
+    """The message of an error without the value that came."""
+    return f"{message.partition(', got ')[0]}, got another, which is not shown"
 
 
 def field_hints(config_type: type) -> dict[str, Any]:

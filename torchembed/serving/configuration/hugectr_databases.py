@@ -170,7 +170,8 @@ def _redis(section: Section) -> dict[str, Any]:
         key=Path(section.take("tls_client_key", str, "client_key.pem")),
         server_name=section.take("tls_server_name_identification", str, None),
     )
-    user, password = section.take("user_name", str, "default"), section.take("password", str, "")
+    user = section.take("user_name", str, "default")
+    password = section.take_secret("password", "")
     return {
         "addresses": _addresses(section.take("address", str, "127.0.0.1:7000")),
         # Without a password nobody logs in, and is Redis' user of that name.

@@ -7,6 +7,7 @@ from torchembed.serving.configuration.fields import (
     Limit,
     check_limit,
     check_value,
+    hidden,
     nearest,
 )
 
@@ -50,6 +51,13 @@ class Section:
         if key not in self._values:
             return default
         return _value(self.path_of(key), self._values[key], kind, limit)
+
+    def take_secret(self, key: str, default: str) -> str:
+        """As :meth:`take`, of a string that errors do not show."""
+        try:
+            return self.take(key, str, default)
+        except ValueError as error:
+            raise ValueError(hidden(str(error))) from None
 
     def take_list(self, key: str, kind: type, limit: Limit | None = None) -> list[Any] | None:
         """The values of a list, each of the type ``kind``; None where the file lacks it."""

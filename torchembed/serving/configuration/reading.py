@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 from torchembed.serving.configuration.fields import (
-    check_value,
+    check_field,
     field_hints,
     nearest,
     without_limit,
@@ -45,7 +45,7 @@ def config_from_values(config_type: type[Config], values: Any, path: str = "") -
             raise ValueError(f"{_join(path, name)} is missing; it has no default")
     arguments = {key: _convert(values[key], hints[key], _join(path, key)) for key in values}
     for key, argument in arguments.items():
-        check_value(_join(path, key), argument, hints[key])
+        check_field(fields[key], _join(path, key), argument, hints[key])
     try:
         return config_type(**arguments)
     except (ValueError, TypeError) as error:
