@@ -393,6 +393,15 @@ def test_wrong_arguments_are_told(brokers: Brokers) -> None:
         SourceOptions(max_messages=1_000_001)
     with pytest.raises(ValueError, match=r"model must have 1 to 120 letters, .* got 'a.b'"):
         SourceOptions(models=("a.b",))
+    for settings, told in (
+        ({"no.such": "x"}, 'No such configuration property: "no.such"'),
+        ({"security.protocol": "SSL", "ssl.ca.location": "/nowhere"}, "/nowhere|ssl"),
+    ):
+        message = f"client_settings must be properties of librdkafka .*, and it says: .*({told})"
+        with pytest.raises(ValueError, match=message):
+            UpdateSource(brokers.addresses, "g", SourceOptions(client_settings=settings))
+        with pytest.raises(ValueError, match=message):
+            UpdatePublisher(brokers.addresses, PublisherOptions(client_settings=settings))
     with UpdatePublisher(brokers.addresses) as publisher:
         keys, rows = torch.tensor([1, 2]), torch.ones(2, 3)
         with pytest.raises(ValueError, match=r"rows must be \[2, D\], .* got \(1, 3\)"):

@@ -107,6 +107,21 @@ def client_settings(brokers: str, options: BrokerOptions, errors: BrokerErrors) 
     }
 
 
+def made_client(kind: str, settings: Mapping[str, Any]) -> Any:
+    """A ``Producer`` or ``Consumer`` of ``confluent_kafka``, as ``kind`` says.
+
+    Raises:
+        ValueError: for properties that librdkafka does not have, or cannot use.
+    """
+    try:
+        return getattr(kafka(), kind)(settings)
+    except kafka().KafkaException as error:
+        raise ValueError(
+            "client_settings must be properties of librdkafka that it can use, and it says: "
+            f"{error.args[0].str()}"
+        ) from None
+
+
 def check_answers(client: Client, brokers: str, options: BrokerOptions) -> None:
     """Return once a broker has answered.
 

@@ -5,7 +5,13 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torchembed.streams.brokers import BrokerErrors, check_answers, client_settings, kafka
+from torchembed.streams.brokers import (
+    BrokerErrors,
+    check_answers,
+    client_settings,
+    kafka,
+    made_client,
+)
 from torchembed.streams.publisher_options import PublisherOptions, PublisherStatistics
 
 _LOG = logging.getLogger("torchembed.streams")
@@ -59,7 +65,7 @@ class MessageSender:
             "queue.buffering.max.messages": 1_000_000,
             "linger.ms": self._options.linger_seconds * 1000,
         }
-        return kafka().Producer(settings)
+        return made_client("Producer", settings)
 
     def flush(self, timeout_seconds: float) -> None:
         """Return once brokers have all that was published.

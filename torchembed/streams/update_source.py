@@ -6,7 +6,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from torchembed.streams.brokers import BrokerErrors, check_answers, client_settings, kafka
+from torchembed.streams.brokers import (
+    BrokerErrors,
+    check_answers,
+    client_settings,
+    kafka,
+    made_client,
+)
 from torchembed.streams.message_error import MessageError
 from torchembed.streams.received_messages import Received, ReceivedMessages, Update, WidthOf
 from torchembed.streams.source_options import Lag, SourceOptions, SourceStatistics
@@ -78,7 +84,9 @@ class UpdateSource:
         self._told: set[object] = set()
         self._is_closed = False
         # Its own client: a consumer that is asked for all topics stops reading for half a second.
-        self._topic_client = kafka().Producer(client_settings(brokers, self.options, self._errors))
+        self._topic_client = made_client(
+            "Producer", client_settings(brokers, self.options, self._errors)
+        )
         self._consumer = self._new_consumer()
         try:
             check_answers(self._topic_client, brokers, self.options)
@@ -101,7 +109,7 @@ class UpdateSource:
             "partition.assignment.strategy": "cooperative-sticky",
             "on_commit": self._note_commit,
         }
-        return kafka().Consumer(settings)
+        return made_client("Consumer", settings)
 
     @property
     def topics(self) -> frozenset[str]:

@@ -188,6 +188,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"updates": {"brokers": []}}, "updates.brokers must name at least one broker"),
     ({"updates": {"brokers": ["b"]}}, "updates.brokers[0] must be host:port"),
     (
+        {"updates": {"brokers": ["b:1"], "filters": [".+", "("]}},
+        "updates.filters[1] must be a regular expression, got '(': ",
+    ),
+    (
         {"updates": {"brokers": ["b:1"], "poll_timeout_seconds": 0}},
         "updates.poll_timeout_seconds must be above 0, got 0",
     ),

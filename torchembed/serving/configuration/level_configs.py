@@ -1,6 +1,7 @@
 """The configurations of the stores below caches."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -160,3 +161,10 @@ class UpdateConfig:
             raise ValueError("brokers must name at least one broker, got none")
         for i, broker in enumerate(self.brokers):
             parse_address(f"brokers[{i}]", broker)
+        for i, expression in enumerate(self.filters):
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise ValueError(
+                    f"filters[{i}] must be a regular expression, got {expression!r}: {error}"
+                ) from None
