@@ -67,6 +67,10 @@ class TrainLoop(ResumableTraining):
                 progress.note(f"step {self._saved_step}: goes on from its checkpoint")
             if self.mlperf_log is not None:
                 self.mlperf_log.start_run(self._epoch())
+            # New limits may end a run, or have it evaluated, at the step at which a signal left
+            # losses unread.
+            if (self.is_done or self._is_due(every[0])) and self.history.read_loss():
+                metrics.write(self.history.num_steps, loss=self.history.losses[-1].loss)
             while not stop.is_agreed:
                 evaluate_is_due, checkpoint_is_due = map(self._is_due, every)
                 if (evaluate_is_due or self.is_done) and not self._is_evaluated():

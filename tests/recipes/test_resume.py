@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recipes.dlrm_dcnv2.config import DlrmConfig
 from recipes.dlrm_dcnv2.loop import TrainLoop
 from recipes.dlrm_dcnv2.run import build_model, build_optimizers, open_split
 from recipes.train import main, parse
 from tests.support import made_data
 from tests.support.ranks import run_on_ranks
 from tests.support.small_recipes import SMALL_CTR
-from torchembed.data import BackgroundLoader, Batch, Split
+from torchembed.data import BackgroundLoader, Batch, BatchSource, ClickLog, Portion, Split
+from torchembed.data.source import BatchTask
 from torchembed.training import CheckpointFolder, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,11 +190,55 @@ def test_one_process_goes_on_from_two(folder: Path, capsys: pytest.CaptureFixtur
         main(["dlrm_dcnv2", "--resume", str(folder / "parts"), "--mlperf-log", "open"])
 
 
+def new_loop(config: DlrmConfig, rows: BatchSource, validation: Any, output: Path) -> TrainLoop:
+    """A training in this process, from the newest checkpoint in ``output`` on."""
+    output.mkdir(exist_ok=True)
+    model = build_model(config, rows, torch.device("cpu"))
+    return TrainLoop(
+        config=config,
+        model=model,
+        optimizers=build_optimizers(config, model),
+        loader=BackgroundLoader(rows),
+        validation=validation,
+        steps_per_epoch=len(rows),
+        output=output,
+    )
+
+
+class SignalsAtABatch(ClickLog):
+    """Sends this process SIGTERM as the fifth batch is read."""
+
+    def tasks(self, after: Sequence[Portion] = ()) -> Iterator[BatchTask]:
+        for number, task in enumerate(super().tasks(after)):
+            if number == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield task
+
+
+@pytest.mark.parametrize("flag", ["--max-steps", "--evaluate-every"])
+def test_a_run_that_was_stopped_is_evaluated_where_it_is(flag: str, tmp_path: Path) -> None:
+    few_points = (*SMALL, "--evaluate-every", "1000", "--read-loss-every", "1000")
+    config = parse(["dlrm_dcnv2", *few_points]).config
+    rows, validation = (open_split(config, split) for split in (Split.TRAIN, Split.VALIDATION))
+    signalling = SignalsAtABatch(config.click_log, batch_size=config.batch_size)
+    stopped = new_loop(config, signalling, validation, tmp_path / "stopped")
+    assert not stopped.run()
+    num_steps = stopped.history.num_steps
+    assert not stopped.history.losses
+    limits = {"--max-steps": num_steps + 1, flag: num_steps}
+    changed = [str(part) for limit in limits.items() for part in limit]
+    config = parse(["dlrm_dcnv2", *few_points, *changed]).config
+    for name in ("stopped", "whole"):
+        assert new_loop(config, rows, validation, tmp_path / name).run()
+    points, expected = (metrics(tmp_path / name) for name in ("stopped", "whole"))
+    assert expected[0].pop("lr")
+    assert points == expected
+    assert [line["step"] for line in points][:2] == [num_steps, num_steps]
+
+
 def test_a_signal_during_an_evaluation_ends_it(tmp_path: Path) -> None:
-    (tmp_path / "stopped").mkdir()
-    (tmp_path / "whole").mkdir()
     config = parse(["dlrm_dcnv2", *SMALL, "--max-steps", "8"]).config
-    cpu, is_killing = torch.device("cpu"), True
+    is_killing = True
     rows, validation = (open_split(config, split) for split in (Split.TRAIN, Split.VALIDATION))
 
     class Validation:
@@ -202,25 +248,14 @@ def test_a_signal_during_an_evaluation_ends_it(tmp_path: Path) -> None:
                     signal.raise_signal(signal.SIGTERM)
                 yield batch
 
-    def new_loop(name: str, validation: Any) -> TrainLoop:
-        model = build_model(config, rows, cpu)
-        return TrainLoop(
-            config=config,
-            model=model,
-            optimizers=build_optimizers(config, model),
-            loader=BackgroundLoader(rows),
-            validation=validation,
-            steps_per_epoch=len(rows),
-            output=tmp_path / name,
-        )
-
-    assert not new_loop("stopped", Validation()).run()
-    assert CheckpointFolder(tmp_path / "stopped" / "checkpoint").steps() == [4]
-    assert "validation_auc" not in metrics(tmp_path / "stopped")[-1]
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    assert not new_loop(config, rows, Validation(), stopped).run()
+    assert CheckpointFolder(stopped / "checkpoint").steps() == [4]
+    assert "validation_auc" not in metrics(stopped)[-1]
     is_killing = False
-    assert new_loop("stopped", Validation()).run()
-    assert new_loop("whole", validation).run()
-    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    assert new_loop(config, rows, Validation(), stopped).run()
+    assert new_loop(config, rows, validation, whole).run()
+    assert metrics(stopped) == metrics(whole)
 
 
 def test_what_to_resume_is_found(
