@@ -62,6 +62,7 @@ def test_a_state_dict_goes_on(num_before: int) -> None:
 
 def test_by_default_it_is_constant() -> None:
     assert {LearningRate().at(step, 0.3) for step in (1, 2, 10**9)} == {0.3}
+    assert [LearningRate(decay_steps=2, power=0).at(step, 0.5) for step in (1, 2, 3)] == [0.5, 0, 0]
     linear = LearningRate(decay_steps=4, power=1)
     assert [linear.at(step, 1.0) for step in range(1, 7)] == [0.75, 0.5, 0.25, 0, 0, 0]
 

@@ -50,8 +50,8 @@ class LearningRate:
             return lr * step / self.warmup_steps
         if not self.decay_steps or step < self.decay_start_step:
             return lr
-        left = max(1 - (step - self.decay_start_step) / self.decay_steps, 0.0)
-        return max(lr * left**self.power, self.end_value)
+        left = 1 - (step - self.decay_start_step) / self.decay_steps
+        return max(lr * left**self.power if left > 0 else 0.0, self.end_value)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
         """Make a scheduler that sets the rate of ``optimizer``, torchembed's or torch's: to the
