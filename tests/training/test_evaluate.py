@@ -137,6 +137,25 @@ class OfInputs(nn.Module):
         return inputs["x"][:, None] * self.weight
 
 
+class Popularity(nn.Module):
+    """Has nothing to train: a score for each item, in a buffer or in the inputs."""
+
+    def __init__(self, scores: torch.Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("scores", scores)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float() if self.scores is None else self.scores[x]
+
+
+@pytest.mark.parametrize("scores", [None, torch.tensor([3.0, 1.0, 2.0])])
+def test_models_without_parameters_are_evaluated(scores: torch.Tensor | None) -> None:
+    items, labels = torch.tensor([0, 1, 2]), torch.tensor([1.0, 0.0, 0.0])
+    found = evaluate(Popularity(scores), [(items, labels)])
+    assert found.auc == (0.0 if scores is None else 1.0)
+    assert type(found.auc) is float
+
+
 def test_inputs_with_labels_are_evaluated() -> None:
     x, labels = torch.tensor([-1.0, 2.0, 0.5, -0.5]), torch.tensor([0, 1, 0, 1])
     batches = [({"x": x[:3]}, labels[:3, None]), ({"x": x[3:]}, labels[3:, None])]

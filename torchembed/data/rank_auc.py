@@ -18,7 +18,7 @@ def rank_auc(labels: NDArray[np.floating], scores: NDArray[np.floating]) -> floa
     Returns:
         The area; NaN where all labels are equal.
     """
-    num_clicks = np.count_nonzero(labels)
+    num_clicks = int(np.count_nonzero(labels))
     num_others = len(labels) - num_clicks
     if not num_clicks or not num_others:
         return math.nan
