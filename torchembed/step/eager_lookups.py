@@ -50,7 +50,9 @@ class EagerLookups:
         modules = [module for module in model.modules() if isinstance(module, ModuleOfOneTable)]
         self._is_shared = any(module.is_on_several_ranks for module in modules)
         self._changes_tables = any(module.admission_changes_tables for module in modules)
-        self.can_join = len(modules) > 1 and (group is None or self._is_shared)
+        # What ranks share they join once all processes have agreed.
+        may_join = group is None or (self._is_shared and not ranks.is_of_some(group))
+        self.can_join = len(modules) > 1 and may_join
         self._known: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
         """For each layout the number of its calls, or that they are to be observed."""
         self._calls: dict[int, list[JoinedCall]] = {}

@@ -76,7 +76,8 @@ class TrainPipeline:
       sizes, and the main thread never waits for a GPU;
     - eager: all other batches, such as a smaller last one. All ranks take the same engine.
 
-    If a capture fails, a warning says why, and such steps are eager from then on. Use the pipeline
+    If a capture fails, a warning says why, and such steps are eager from then on. All steps are
+    eager, as a warning says, if the tables are sharded over some of all processes. Use the pipeline
     in a ``with``, or :meth:`close` it, before the process group is destroyed.
 
     Optimizers of torchembed are captured, and so are those of torch whose groups have
@@ -204,7 +205,7 @@ class TrainPipeline:
         self._in_flight = StepsInFlight(timeout_seconds, push_domains_of(model), is_cuda=is_cuda)
         self._engines = EngineChoice(
             program,
-            not_captured=why_not_captured(capture, is_cuda=is_cuda),
+            not_captured=why_not_captured(capture, program.group, is_cuda=is_cuda),
             wait_for_steps=self._in_flight.wait_for_all,
         )
         self._steps_ahead = _STEPS_AHEAD if is_cuda else 0

@@ -1,5 +1,6 @@
 """The arguments of ``TrainPipeline``: checked, and what follows from them alone."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchembed.core import ranks
+from torchembed.modules.sharded.bound_to_ranks import BoundToRanks
 from torchembed.modules.sharded.sharded_collection import ShardedCollection
 from torchembed.sharding.transport.channel import PushDomain
 from torchembed.step.stages import Reason
@@ -67,18 +69,34 @@ def check_numbers(
         raise ValueError(f"max_layouts must be at least 1, got {max_layouts}")
 
 
-def why_not_captured(capture: bool | None, *, is_cuda: bool) -> Reason | None:
-    """The reason why ``capture`` has all steps trained eagerly; None where it has not."""
+def why_not_captured(
+    capture: bool | None, group: dist.ProcessGroup | None, *, is_cuda: bool
+) -> Reason | None:
+    """The reason why all steps are eager; None where they are captured if they can be.
+
+    Warns where ``capture`` asks for captured steps that the ranks of ``group`` cannot take.
+    """
     if capture is None and not is_cuda:
         return Reason("a CPU has no graphs; capture=True takes the steps that a GPU would capture")
-    return Reason("capture=False") if capture is False else None
+    if capture is False:
+        return Reason("capture=False")
+    if not ranks.is_of_some(group):
+        return None
+    # The ranks agree on each captured step by collectives of all processes.
+    why = Reason("the model's tables are sharded over some of all processes")
+    warnings.warn(
+        f"the train step is not captured as a CUDA graph, so it runs eagerly, since {why}; start "
+        "these processes by themselves",
+        stacklevel=3,  # whoever makes the pipeline
+    )
+    return why
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that train ``model``: those over which its tables are sharded, else all;
     None where there is one."""
     for module in model.modules():
-        if isinstance(module, ShardedCollection):
+        if isinstance(module, BoundToRanks):
             return module.ranks.group
     return dist.group.WORLD if ranks.world_size() > 1 else None
 

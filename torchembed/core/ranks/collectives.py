@@ -27,6 +27,12 @@ def world_size() -> int:
     return 1 if group is None else group.size()
 
 
+def is_of_some(group: dist.ProcessGroup | None) -> bool:
+    """True for a group of some of all processes, which cannot take part in this module's
+    collectives by themselves."""
+    return group is not None and group.size() < world_size()
+
+
 def default_timeout() -> datetime.timedelta:
     """Time limit of the default process group's collectives, as passed to ``init_process_group``:
     the CPU's where the group carries CPU tensors, else the device's.

@@ -4,9 +4,18 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from torchembed.sharding.transport.table_ranks import TableRanks
+
 
 class BoundToRanks:
     """A module whose lookups exchange with its counterparts on the other ranks."""
+
+    _ranks: TableRanks
+
+    @property
+    def ranks(self) -> TableRanks:
+        """The ranks that share its tables."""
+        return self._ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(

@@ -233,11 +233,6 @@ class ShardedCollection(BoundToRanks, StagedCollection[B, R, V]):
         return self._weight_form
 
     @property
-    def ranks(self) -> TableRanks:
-        """The ranks that share the tables."""
-        return self._ranks
-
-    @property
     def _admission_group(self) -> dist.ProcessGroup | None:
         return self._ranks.group
 
