@@ -33,7 +33,7 @@ from bench.data.device_click_log import DeviceClickLog
 from bench.report.result_file import Row, write_results
 from torchembed import EmbeddingBagConfig, optim, shard_embeddings
 from torchembed.data import Batch, ClickLog, ClickLogConfig, Split
-from torchembed.data.rank_auc import rank_auc
+from torchembed.data.roc_auc import roc_auc
 from torchembed.modules import use_float8_products
 from torchembed.modules.sharded.model_plan import table_specs
 from torchembed.optim import FusedOptimizer
@@ -259,7 +259,7 @@ def main() -> None:
         for split in (Split.TRAIN, Split.HELD_OUT)
     )
     labels = torch.cat([batch.labels for batch in held_out])
-    bayes_auc = rank_auc(labels.numpy(), likely.numpy())
+    bayes_auc = roc_auc(labels.numpy(), likely.numpy())
     print(
         f"{len(batches)} batches of {config.batch_size} to train and {len(held_out)} held out made "
         f"in {time.perf_counter() - start:.1f} s; the most AUC that can be expected is "

@@ -48,9 +48,9 @@ torchmetrics."""
 
 NEEDED_MODULES = {
     "native": ("torch", "setuptools"),
-    "train": ("torch", "numpy", "matplotlib", "tqdm", "tyro"),
+    "train": ("torch", "numpy", "matplotlib", "sklearn", "tqdm", "tyro"),
     "serve": (
-        *("torch", "numpy", "matplotlib", "tqdm", "tyro", "confluent_kafka"),
+        *("torch", "numpy", "matplotlib", "sklearn", "tqdm", "tyro", "confluent_kafka"),
         *("grpc", "prometheus_client", "redis", "rocksdict", "starlette", "uvicorn", "yaml"),
     ),
     "test": (

@@ -14,7 +14,7 @@ from torchembed.core.features import SparseFeatures
 from torchembed.core.random_bits import name_key
 from torchembed.data.batch import Batch
 from torchembed.data.counter_bits import counter_bits, nearly_normal, unit_uniform
-from torchembed.data.rank_auc import rank_auc
+from torchembed.data.roc_auc import roc_auc
 from torchembed.data.skewed_ids import PowerLaw
 from torchembed.data.source import BatchSource, BatchTask, Portion, Split
 
@@ -203,8 +203,8 @@ class ClickLog(BatchSource):
 
     def bayes_auc(self) -> float:
         """AUC of the true probabilities over all ranks' rows: the most that a model can expect; NaN
-        where all labels are equal."""
-        return rank_auc(*self._outcomes())
+        where all labels are equal. Needs scikit-learn (``pip install 'torchembed[recipes]'``)."""
+        return roc_auc(*self._outcomes())
 
     def bayes_logloss(self) -> float:
         """Log loss of the true probabilities over all ranks' rows."""

@@ -81,7 +81,7 @@ def evaluate(
     AUC and log loss of each binary task, and mean squared error and R² of each regression. All
     ranks get the same result. Modules are in evaluation mode during the call, and are then set back
     to their own modes. Outputs and labels of all rows are kept on the device, then on the CPU of
-    rank 0.
+    rank 0. Needs scikit-learn (``pip install 'torchembed[recipes]'``).
 
     Args:
         model: returns a logit for each sample, ``[B]`` or ``[B, 1]``, or with ``tasks`` a mapping

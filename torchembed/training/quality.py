@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchembed.data.batch import check_clicks
-from torchembed.data.rank_auc import rank_auc
+from torchembed.data.roc_auc import roc_auc
 from torchembed.data.tasks import Task, TaskKind
 
 
@@ -85,7 +85,7 @@ def click_quality(logits: Tensor, labels: Tensor) -> Evaluation:
     check_clicks(labels)
     logits, labels = logits.double(), labels.double()
     logloss = F.binary_cross_entropy_with_logits(logits, labels).item()
-    return Evaluation(rank_auc(labels.numpy(), logits.numpy()), logloss, len(logits))
+    return Evaluation(roc_auc(labels.numpy(), logits.numpy()), logloss, len(logits))
 
 
 def regression_quality(predictions: Tensor, labels: Tensor) -> RegressionEvaluation:
