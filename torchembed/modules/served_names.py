@@ -35,15 +35,29 @@ def table_names(model: nn.Module) -> dict[str, str]:
     """The name under which each table is served, by its weight in ``state_dict``; the same on all
     ranks.
 
-    It is the table's own where no other table has it, else with the path of its module before.
+    It is the table's own where no other table has it, else with the path of its module before. A
+    weight that modules share is one table, by its first name.
     """
+    tied = tied_weights(model)
     named = [
         (path, own, weight)
         for path, module in served_modules(model).items()
         for own, weight in weights_of(path, module).items()
+        if weight not in tied
     ]
     count = Counter(own for _, own, _ in named)
     return {weight: own if count[own] == 1 else f"{path}.{own}" for path, own, weight in named}
+
+
+def tied_weights(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter that ``state_dict`` has under several, by each other one."""
+    first: dict[nn.Parameter, str] = {}
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(parameter, name)
+        if known != name:
+            found[name] = known
+    return found
 
 
 def dense_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,12 @@ from torchembed.modules.dense_part.table_modules import (
     table_sources,
 )
 from torchembed.modules.lookup.feature_selection import select_features
-from torchembed.modules.served_names import ServedTables, served_modules, table_names
+from torchembed.modules.served_names import (
+    ServedTables,
+    served_modules,
+    table_names,
+    tied_weights,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +101,7 @@ class Recording:
                 "model must have tables of torchembed, and has none; serve it as it is, or give it "
                 "a torchembed.EmbeddingBagCollection"
             )
-        self._names = table_names(model)
+        self._names, self._tied = table_names(model), tied_weights(model)
         self._sizes: set[int] = set()
         # Copies: views of one tensor would be taken for each other.
         leaves = {n: _own_memory(leaf) for n, leaf in tree.leaves.items()}
@@ -242,8 +247,15 @@ class Recording:
         )
 
     def _table(self, path: str, source: TableSource) -> str:
-        name = self._names[source.weight_name]
-        self.tables.setdefault(name, source._replace(name=name))
+        weight = self._tied.get(source.weight_name, source.weight_name)
+        name = self._names[weight]
+        source = source._replace(name=name, weight_name=weight)
+        known = self.tables.setdefault(name, source)
+        if known != source:
+            raise DeployError(
+                f"modules of one weight must treat ids without a row alike, and {path} treats them "
+                f"otherwise than another module of {weight}; give both one on_bad_id"
+            )
         return name
 
     def _lookup(
