@@ -1,8 +1,9 @@
 """The folder that a run writes to, and the earlier run that it goes on from."""
 
+import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from recipes.launch import launch_id
 from torchembed.core import ranks
 
 RUNS = Path("runs")
+CONFIG_FILE = "config.txt"
+"""The config of a run, for people."""
 _ARGUMENTS_FILE = "arguments.json"
+_CHECKPOINTS = "step-*"
 
 
 def prepare_output(
@@ -46,6 +50,33 @@ def prepare_output(
     return result
 
 
+@contextlib.contextmanager
+def earlier_notes_kept(folder: Path | None) -> Iterator[None]:
+    """Inside it a run goes on in ``folder``. Where that fails before a checkpoint is saved, the
+    notes of how the run was started are put back: other arguments do not take the place of those
+    that belong to its checkpoints. None for a run that begins."""
+    if folder is None or ranks.rank() != 0:
+        yield
+        return
+    notes = [folder / name for name in (_ARGUMENTS_FILE, CONFIG_FILE)]
+    texts = {path: path.read_text() for path in notes if path.is_file()}
+    saved = set(folder.rglob(_CHECKPOINTS))
+    try:
+        yield
+    except Exception:
+        if set(folder.rglob(_CHECKPOINTS)) == saved:
+            for path, text in texts.items():
+                _write(path, text)
+        raise
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is whole whenever it is there."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def _folder_of(note: dict[str, Any]) -> Path | None:
     """The newest folder under ``runs`` in which processes of the same launch wrote ``note``."""
     folders = (path.parent for path in _notes_of(note["recipe"]))
@@ -67,9 +98,7 @@ def _try_prepare(folder: Path, note: dict[str, Any], *, is_resumed: bool) -> Pat
                 f"output folder {folder} holds files already; name another with --output, or go "
                 "on with its run with --resume"
             )
-        partial = folder / f"{_ARGUMENTS_FILE}.partial"
-        partial.write_text(json.dumps(note) + "\n")
-        partial.replace(folder / _ARGUMENTS_FILE)
+        _write(folder / _ARGUMENTS_FILE, json.dumps(note) + "\n")
     except OSError as error:
         return type(error)(
             f"output folder {folder} cannot be written ({error}); name another with --output"

@@ -23,7 +23,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import recipes
 import torchembed
 from recipes.launch import num_launched_ranks
-from recipes.output import earlier_arguments, newest_run, prepare_output
+from recipes.output import (
+    CONFIG_FILE,
+    earlier_arguments,
+    earlier_notes_kept,
+    newest_run,
+    prepare_output,
+)
 from recipes.ranks import joined_ranks
 from recipes.registry import RECIPES
 from recipes.result import Stopped, result_line
@@ -107,13 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # What sharding takes of the memory.
     logging.basicConfig(format="%(message)s")
     logging.getLogger("torchembed").setLevel(logging.INFO)
-    with joined_ranks() as device:
+    with joined_ranks() as device, earlier_notes_kept(config.output if is_resumed else None):
         text = _config_text(name, config)
         check_ranks_agree(config=text, code=source_files(torchembed, recipes))
         output = prepare_output(config.output, name, options, is_resumed=is_resumed)
         rank, num_ranks = ranks.rank(), ranks.world_size()
         if rank == 0:
-            (output / "config.txt").write_text(text)
+            (output / CONFIG_FILE).write_text(text)
         result = RECIPES[name].run(config, device, output)
         if isinstance(result, Stopped):
             if rank == 0:

@@ -184,10 +184,15 @@ def test_one_process_goes_on_from_two(folder: Path, capsys: pytest.CaptureFixtur
     main(["dlrm_dcnv2", "--resume", str(folder / "parts"), "--max-steps", str(num_steps)])
     result = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
     assert result["num_steps"] == num_steps + 4
+    paths = [folder / "parts" / name for name in ("arguments.json", "config.txt")]
+    notes = [path.read_text() for path in paths]
     with pytest.raises(ValueError, match=r"learning_rate must stay .*, 0\.02, got 0\.5; begin"):
         main(["dlrm_dcnv2", "--resume", str(folder / "parts"), "--learning-rate", "0.5"])
     with pytest.raises(ValueError, match=r"mlperf_log must be left out where a run goes on"):
         main(["dlrm_dcnv2", "--resume", str(folder / "parts"), "--mlperf-log", "open"])
+    # What could not go on has changed nothing: the run does, with its own arguments.
+    assert notes == [path.read_text() for path in paths]
+    main(["dlrm_dcnv2", "--resume", str(folder / "parts")])
 
 
 def new_loop(config: DlrmConfig, rows: BatchSource, validation: Any, output: Path) -> TrainLoop:
