@@ -1,6 +1,7 @@
 """Plans that the planner makes: complete, within memory, as constrained, the same again, best."""
 
 import dataclasses
+import math
 import re
 
 import hypothesis
@@ -242,6 +243,7 @@ def test_any_plan_can_be_costed() -> None:
     [
         ({"batch_size": 0}, "batch_size must be positive, got 0"),
         ({"hotness": {"f": -1}}, "hotness of f must not be negative, got -1"),
+        ({"hotness": {"f": math.inf}}, "hotness of f must be finite, got inf"),
         (
             {"batch_size": 8, "hotness": {"f": 2}, "distinct_ids": {"f": 17}},
             "distinct_ids of f must be positive and at most the 16 ids that batch_size and",
@@ -254,6 +256,23 @@ def test_any_plan_can_be_costed() -> None:
 )
 def test_bad_settings_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Planner(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 2.5}, "batch_size must be an int, got 2.5"),
+        ({"batch_size": True}, "batch_size must be an int, got True"),
+        ({"autocast": "bfloat16"}, "autocast must be a dtype, as torch.bfloat16, or None, got 'bf"),
+        (
+            {"optimizer": torch.optim.Adam},
+            "optimizer must be the class of an optimizer of tables, as torchembed.optim.Adagrad",
+        ),
+    ],
+)
+def test_settings_of_other_types_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
         Planner(**settings)
 
 

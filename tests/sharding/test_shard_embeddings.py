@@ -112,6 +112,7 @@ def disagreements() -> dict[str, str]:
         "refused": {"plan": {"tables.embedding_bags.e": "row_wise"}},
         "no plan": {"plan": 5},
         "another error": {"wire": torch.float16},
+        "optimizer": {"optimizer": torch.optim.Adam},
         "wire": {"wire": WirePrecision(backward=torch.float16)},
         "setting": {"case": Case(placements={}, on_bad_id="zero")},
         "tables": {"case": Case(placements={}, dtype=torch.float16)},
@@ -131,7 +132,11 @@ def disagreements() -> dict[str, str]:
         model.top = nn.Linear(different.get("width", 2), 1)
         try:
             torchembed.shard_embeddings(
-                model, mesh, different.get("plan"), wire=different.get("wire")
+                model,
+                mesh,
+                different.get("plan"),
+                wire=different.get("wire"),
+                optimizer=different.get("optimizer"),
             )
         except ValueError as error:
             messages[name] = str(error)
@@ -279,6 +284,8 @@ def test_ranks_that_disagree_are_told_in_what() -> None:
         "refused": r"rank 1 has the error: ValueError: plan places tables .*embedding_bags.e",
         "no plan": r"rank 1 has the error: ValueError: plan must be .*, got 5",
         "another error": "rank 1 has the error: TypeError: wire must be a WirePrecision, as .* got",
+        "optimizer": "rank 1 has the error: TypeError: optimizer must be the class of an optimizer "
+        "of tables, as torchembed.optim.Adagrad, got <class 'torch.optim.adam.Adam'>",
         "wire": r"rank 0 has WirePrecision\(.*backward=None, .*\), rank 1 .*torch.float16, .*\);",
         "setting": r"rank 0 has tables: .*on_bad_id=RAISE.*, rank 1 has tables: .*ZERO",
         "tables": r"EmbeddingBagConfig\(name='a'.*torch.float32.*name='a'.*torch.float16",

@@ -48,7 +48,7 @@ from torchembed.sharding.planning.plan import (
     TablePlan,
 )
 from torchembed.sharding.planning.plan_report import PlanReport
-from torchembed.sharding.planning.planner import Planner
+from torchembed.sharding.planning.planner import Planner, check_optimizer_class
 from torchembed.sharding.planning.topology import Topology, available_host_bytes, free_bytes
 from torchembed.sharding.transport.gradient_mean import most_bytes_of_a_bucket
 from torchembed.sharding.transport.peer_access import check_transport
@@ -118,7 +118,8 @@ def shard_embeddings(
         ``model``.
 
     Raises:
-        TypeError: where ``mesh`` is not a ``DeviceMesh``, or ``wire`` no ``WirePrecision``.
+        TypeError: where ``mesh`` is not a ``DeviceMesh``, ``wire`` no ``WirePrecision``, or
+            ``optimizer`` no class of an optimizer of tables.
         RuntimeError: where there is no process group.
         ValueError: for a mesh or plan that does not fit the model; a sparse or nested parameter; a
             collection of a derived class; or ranks that disagree, also where planning fails on some
@@ -139,6 +140,8 @@ def shard_embeddings(
     # that the ranks compare, and is raised after them.
     try:
         check_parameters(model)
+        if optimizer is not None:
+            check_optimizer_class(optimizer)
         if planner is not None:
             plan = with_topology(planner, mesh, flat)
         checked, report = checked_plan(model, mesh, plan, wire, transport)

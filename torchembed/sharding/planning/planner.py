@@ -29,6 +29,15 @@ _SHARES = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5, 0.25, 0.0)
 fits, since tables are not divided at will."""
 
 
+def check_optimizer_class(optimizer: object) -> None:
+    """Raise ``TypeError`` unless ``optimizer`` is the class of one that trains tables."""
+    if not (isinstance(optimizer, type) and issubclass(optimizer, FusedOptimizer)):
+        raise TypeError(
+            "optimizer must be the class of an optimizer of tables, as torchembed.optim.Adagrad, "
+            f"got {optimizer!r}"
+        )
+
+
 class _Placed(NamedTuple):
     """A plan that may lack memory."""
 
@@ -90,11 +99,15 @@ class Planner:
     given, which has its own."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.batch_size, bool) or not hasattr(self.batch_size, "__index__"):
+            raise TypeError(f"batch_size must be an int, got {self.batch_size!r}")
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be positive, got {self.batch_size}")
         for feature, lookups in self.hotness.items():
             if not lookups >= 0:
                 raise ValueError(f"hotness of {feature} must not be negative, got {lookups}")
+            if math.isinf(lookups):
+                raise ValueError(f"hotness of {feature} must be finite, got {lookups}")
         for feature, count in self.distinct_ids.items():
             num_ids = self.batch_size * self.hotness.get(feature, 1.0)
             if not 0 < count <= num_ids:
@@ -102,6 +115,11 @@ class Planner:
                     f"distinct_ids of {feature} must be positive and at most the {num_ids:g} ids "
                     f"that batch_size and hotness give a batch, got {count}"
                 )
+        check_optimizer_class(self.optimizer)
+        if not (self.autocast is None or isinstance(self.autocast, torch.dtype)):
+            raise TypeError(
+                f"autocast must be a dtype, as torch.bfloat16, or None, got {self.autocast!r}"
+            )
         for name, constraint in self.constraints.items():
             if not isinstance(constraint, TableConstraint):
                 raise TypeError(
