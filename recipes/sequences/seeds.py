@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import StateDict
 
 import torchembed
 from recipes.result import RankingResult, Stopped
@@ -46,6 +47,20 @@ class Trainee(NamedTuple):
     """Ranks the held-out items; collective."""
 
 
+class EpochsDone:
+    """The number of epochs that are trained: an epoch may have other numbers of steps in a run that
+    goes on with other batches."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> StateDict:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        self.count = state_dict["count"]
+
+
 class SeedRun(NamedTuple):
     """One training."""
 
@@ -53,6 +68,7 @@ class SeedRun(NamedTuple):
     history: History
     checkpoint: Path
     num_samples: int
+    """Samples of all its epochs, over all ranks."""
 
 
 def run_seeds(
@@ -79,8 +95,7 @@ def run_seeds(
         hr_200=fmean(test.hit_rate[200] for test in tests),
         hr_10_by_seed={seed: found.test.hit_rate[10] for seed, found in runs.items()},
         ndcg_10_by_seed={seed: found.test.ndcg[10] for seed, found in runs.items()},
-        samples_per_second=config.epochs
-        * sum(found.num_samples for found in runs.values())
+        samples_per_second=sum(found.num_samples for found in runs.values())
         / sum(history.seconds for history in histories),
         num_steps=sum(history.num_steps for history in histories),
         checkpoint=runs[config.seeds[-1]].checkpoint,
@@ -93,14 +108,15 @@ def _run_seed(config: RunConfig, trainee: Trainee, seed: int, output: Path) -> S
     optimizers = build_optimizers(config, model)
     # Dropout and negatives differ from rank to rank; all else that is random is the same on each.
     torch.manual_seed(seed + 1000 * (1 + ranks.rank()))
-    history = History(read_loss_every=10)
+    history, done = History(read_loss_every=10), EpochsDone()
     checkpoints = CheckpointFolder(output / "checkpoint", keep=1)
     checkpoints.claim()
-    state = TrainingRun(model=model, optimizers=optimizers, others={"history": history})
+    others = {"history": history, "epochs": done}
+    state = TrainingRun(model=model, optimizers=optimizers, others=others)
     checkpoints.load(state)
     output.mkdir(exist_ok=True)
     test: RankingEvaluation | None = None
-    num_steps = config.epochs * num_batches
+    num_steps = history.num_steps + max(config.epochs - done.count, 0) * num_batches
     with (
         StopSignal() as stop,
         Progress(total=num_steps, done=history.num_steps, label=f"seed {seed}") as progress,
@@ -109,7 +125,7 @@ def _run_seed(config: RunConfig, trainee: Trainee, seed: int, output: Path) -> S
             model, trainee.loss_fn, optimizers, autocast=config.precision.autocast
         ) as pipeline,
     ):
-        for epoch in range(history.num_steps // num_batches, config.epochs):
+        for epoch in range(done.count, config.epochs):
             train(
                 pipeline,
                 trainee.batches(epoch),
@@ -120,6 +136,7 @@ def _run_seed(config: RunConfig, trainee: Trainee, seed: int, output: Path) -> S
             )
             if stop.is_agreed:
                 return Stopped(num_steps=history.num_steps)
+            done.count = epoch + 1
             if (epoch + 1) % config.evaluate_every and epoch + 1 < config.epochs:
                 continue
             test = trainee.evaluate()
@@ -133,7 +150,8 @@ def _run_seed(config: RunConfig, trainee: Trainee, seed: int, output: Path) -> S
         test = trainee.evaluate()
     if ranks.rank() == 0:
         plot_history(history, output / "training.png", title=f"seed {seed}")
-    return SeedRun(test, history, output / "checkpoint", trainee.num_samples)
+    num_samples = done.count * trainee.num_samples
+    return SeedRun(test, history, output / "checkpoint", num_samples)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:

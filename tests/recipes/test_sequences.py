@@ -167,22 +167,31 @@ def test_runs_end_with_a_ranking_and_go_on(
 ) -> None:
     made_data.write_ml1m(tmp_path)
     results = []
-    for output, flags in (("whole", ()), ("first", ("--epochs", 1)), ("first", ("--resume",))):
+    for output, flags in (
+        ("whole", ()),
+        ("first", ("--epochs", 1)),
+        ("first", ("--resume", "--epochs", 2)),
+        ("first", ("--resume", "--epochs", 3, "--batch-size", 2)),
+        ("first", ("--resume", "--epochs", 1)),
+    ):
         folder = tmp_path / output
         given = ["--data", tmp_path, "--output", folder, *SMALL]
-        if flags == ("--resume",):
-            given = ["--resume", folder, "--epochs", 2]
-            flags = ()
+        if flags[:1] == ("--resume",):
+            given, flags = ["--resume", folder], flags[1:]
         main([str(argument) for argument in ("sasrec", *given, *flags)])
         word, _, text = capsys.readouterr().out.splitlines()[-1].partition(" ")
         assert word == "RESULT"
         results.append(json.loads(text))
         assert len(list(Path(results[-1]["checkpoint"]).glob("step-*/complete.json"))) == 1
-    whole, first, resumed = results
+    whole, first, resumed, in_smaller_batches, done = results
     assert (whole["num_steps"], first["num_steps"]) == (2 * 2 * 3, 2 * 1 * 3)
     assert set(whole["hr_10_by_seed"]) == {"1", "2"}
     assert 0 <= whole["ndcg_10"] <= whole["hr_10"] <= whole["hr_50"] <= 1
     assert resumed["num_steps"] == whole["num_steps"]
+    # One epoch more, of twice as many batches, and none where fewer are asked for than are done.
+    assert in_smaller_batches["num_steps"] == 2 * (2 * 3 + 6)
+    for figure in ("num_steps", "hr_10", "samples_per_second"):
+        assert done[figure] == in_smaller_batches[figure]
 
 
 def test_hstu_goes_by_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
