@@ -117,3 +117,9 @@ def test_users_are_where_their_histories_end(device: torch.device) -> None:
     assert_follows(
         items, lambda dtype: weight.to(dtype) / weight.to(dtype).square().sum(1, True).sqrt()
     )
+
+
+def test_a_temperature_that_is_not_above_zero_is_an_error(device: torch.device) -> None:
+    encoder = model_of(device).encoder
+    with pytest.raises(ValueError, match=r"^temperature must be above 0, got 0$"):
+        NextItem(encoder, num_items=3, temperature=0)

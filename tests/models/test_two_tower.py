@@ -1,6 +1,7 @@
 """The in-batch softmax, and ``TwoTower`` against the same network written out."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -100,3 +101,11 @@ def test_follows_the_formula(probabilities: Tensor | None, device: torch.device)
     for result, low, high in zip(actual, eager, exact, strict=True):
         assert_as_near(result, low, high, slack=relative_error(1) * 2)
     assert model.log_probabilities is None or model.log_probabilities.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
+def test_a_temperature_that_is_not_above_zero_is_an_error(temperature: float) -> None:
+    items = torchembed.Embedding(3, 4)
+    message = rf"^temperature must be above 0, got {temperature}$"
+    with pytest.raises(ValueError, match=message):
+        TwoTower(items, embedding_dim=4, max_length=2, temperature=temperature)

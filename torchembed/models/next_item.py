@@ -22,6 +22,9 @@ class NextItem(nn.Module):
         num_items: items are numbered from 0 to this; the rows of the table.
         num_negatives: items drawn for each position.
         temperature: of the softmax.
+
+    Raises:
+        ValueError: if ``temperature`` is not above 0.
     """
 
     def __init__(
@@ -33,6 +36,8 @@ class NextItem(nn.Module):
         temperature: float = 0.05,
     ) -> None:
         super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"temperature must be above 0, got {temperature}")
         self.encoder, self.num_items = encoder, num_items
         self.num_negatives, self.temperature = num_negatives, temperature
 

@@ -28,6 +28,9 @@ class TwoTower(nn.Module):
         item_probabilities: ``[num_items]``: of each item, the part of the samples that chose it,
             for the correction; None for none.
         dense_device: device of the parameters other than the table's.
+
+    Raises:
+        ValueError: for no layers, or a ``temperature`` that is not above 0.
     """
 
     log_probabilities: Tensor | None
@@ -44,6 +47,8 @@ class TwoTower(nn.Module):
         dense_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"temperature must be above 0, got {temperature}")
         self.items, self.max_length, self.temperature = items, max_length, temperature
         self.user_tower, self.item_tower = (
             MLP(embedding_dim, layer_sizes, activation_on_last=False, device=dense_device)
