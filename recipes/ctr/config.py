@@ -1,6 +1,7 @@
 """Configuration of a run of a model of clicks on a small data set."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -62,6 +63,11 @@ class EarlyStoppedConfig:
         for name in ("batch_size", "patience", "max_epochs", "embedding_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("embedding_std", "learning_rate", "lr_decay", "min_improvement"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} must be a number of at least 0, got {getattr(self, name)}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -172,6 +172,10 @@ def test_fields_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (("dlrm_dcnv2", "--shared", "1"), "shared must be at least 0 and less than 1, got 1.0"),
         (("ctr-ml1m", "--seeds", "1", "1"), "seeds must be different and at least one"),
+        (("lr", "--embedding-std", "-1"), "embedding_std must be a number of at least 0, got -1"),
+        (("lr", "--lr-decay", "inf"), "lr_decay must be a number of at least 0, got inf"),
+        (("mmoe", "--min-improvement", "nan"), "min_improvement must be a number of at least 0"),
+        (("dlrm_dcnv2", "--click-log.exponent", "nan"), "exponent must be a number of at least 0"),
         (("dlrm_dcnv2", "--eviction", "LRU"), "eviction must be left out without dynamic, got LRU"),
         (
             ("ctr-ml1m", "--shared", "0.1", "--capacity", "0.3"),

@@ -67,6 +67,8 @@ class ClickLogConfig:
             value = getattr(self, name)
             if min(value) < least if isinstance(value, tuple) else value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if not 0 <= self.exponent < math.inf:
+            raise ValueError(f"exponent must be a number of at least 0, got {self.exponent}")
         if not 0.0 < self.click_rate < 1.0:
             raise ValueError(f"click_rate must lie in (0, 1), got {self.click_rate}")
 
