@@ -243,6 +243,13 @@ def test_a_name_of_two_inputs_is_refused(tmp_path: Path) -> None:
         deploy(_Nested(), tmp_path, name="m", version=1, examples=batch)
 
 
+def test_examples_without_any_id_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(torchembed.EmbeddingBag(10, 4, mode="sum"))
+    ids = torch.zeros(3, 0, dtype=torch.int64)
+    with pytest.raises(DeployError, match=r"ids of 0 must be some in the examples, .* are none"):
+        deploy(model, tmp_path, name="m", version=1, examples=ids)
+
+
 class _Columns(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(torchembed.EmbeddingBag(10, 4, mode="sum"), nn.Linear(4, 2))

@@ -84,9 +84,13 @@ class IdPlaces:
         return self._leaves[place.offsets]
 
     def _leaf_of(self, what: str, tensor: Tensor) -> str:
+        if not tensor.numel():
+            raise DeployError(
+                f"{what} must be some in the examples, to be found in the arguments, and are none"
+            )
         memory = tensor.untyped_storage().data_ptr()
         for name, leaf in self._leaves.items():
-            if tensor.numel() and leaf.untyped_storage().data_ptr() == memory:
+            if leaf.untyped_storage().data_ptr() == memory:
                 return name
         raise DeployError(
             f"{what} must be an argument of the model, or columns of one, and are computed in its "
