@@ -59,6 +59,25 @@ def test_answers_of_a_batch_are_those_of_its_requests(models: Any, num_instances
     assert sum(sizes) / 12 <= num_batches <= len(sizes) and seconds > 0
 
 
+def test_batches_of_versions_that_were_let_go_of_stay_counted(tmp_path: Path) -> None:
+    case = MODELS["tasks"]()
+    examples, request = case.examples(4), case.request(case.examples(3))
+    expected: dict[str, int] = {}
+    with MemoryStore() as store:
+        options = options_over(store, batching=BatchOptions(max_delay_seconds=0.0))
+        with ModelRepository(tmp_path, options) as repository:
+            for version in range(1, 19):
+                deploy(case.model, tmp_path, name="m", version=version, examples=examples)
+                repository.load("m")
+                for _ in range(2):
+                    repository.model("m").answer(request)
+                expected[str(version)] = 2
+                if version == 4:
+                    repository.unload("m")
+            found = {t.version: t.num_batches for t in repository.batches()}
+    assert found == {version: expected[version] for version in list(expected)[-16:]}
+
+
 class Gate:
     """Holds batches back, so that requests wait behind the first for as long as a test needs."""
 

@@ -44,16 +44,42 @@ class BatchOptions:
             )
 
 
+_MAX_VERSIONS = 16
+
+
 class BatchTotals(NamedTuple):
-    """What a batcher has done by answers of a version."""
+    """What batchers have done by answers of a version."""
 
     model: str
     version: str
     num_batches: int
     num_waiting: int
-    """Requests that wait now, by whichever version they will be answered."""
+    """Requests that wait now."""
     queue_seconds: float
     """Waits of all requests."""
+
+
+class BatchTally:
+    """Counts the batches of all batchers that a model has and had, by the versions of answers; of
+    these the last ones, 16 at most."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[int, float]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, version: str, queue_seconds: float) -> None:
+        """Count a batch, whose requests waited so long together."""
+        with self._lock:
+            num_batches, before = self._counts.pop(version, (0, 0.0))
+            # At the end, so that the first one is the one that answered the longest ago.
+            self._counts[version] = num_batches + 1, before + queue_seconds
+            if len(self._counts) > _MAX_VERSIONS:
+                del self._counts[next(iter(self._counts))]
+
+    def read(self) -> dict[str, tuple[int, float]]:
+        """The number of batches and the seconds of each version."""
+        with self._lock:
+            return dict(self._counts)
 
 
 @dataclasses.dataclass
@@ -75,14 +101,14 @@ class DynamicBatcher:
     Args:
         version: that answers.
         options: how requests are gathered.
+        tally: counts batches.
     """
 
-    def __init__(self, version: LoadedVersion, options: BatchOptions) -> None:
-        self._version, self._options = version, options
+    def __init__(self, version: LoadedVersion, options: BatchOptions, tally: BatchTally) -> None:
+        self._version, self._options, self._tally = version, options, tally
         self._waiting: collections.deque[_Waiting] = collections.deque()
         self._changed = threading.Condition()
         self._is_closed = False
-        self._totals: dict[str, tuple[int, float]] = {}
         self._threads = [
             threading.Thread(target=self._run, name=f"batches of {version.form.name}", daemon=True)
             for _ in range(options.num_instances)
@@ -118,14 +144,10 @@ class DynamicBatcher:
             self._changed.notify()
         return waiting.answer.result()
 
-    def totals(self) -> list[BatchTotals]:
-        """What was done, by the versions of the answers."""
-        with self._changed:
-            num_waiting, name = len(self._waiting), self.form.name
-            return [
-                BatchTotals(name, version, num_batches, num_waiting, seconds)
-                for version, (num_batches, seconds) in self._totals.items()
-            ]
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait now."""
+        return len(self._waiting)
 
     def __enter__(self) -> Self:
         return self
@@ -179,10 +201,7 @@ class DynamicBatcher:
     def _answer(self, batch: Sequence[_Waiting]) -> None:
         began = time.perf_counter()
         whole = self._version.answer_request(joined([waiting.request for waiting in batch]))
-        seconds = sum(began - waiting.came_at for waiting in batch)
-        with self._changed:
-            num_batches, before = self._totals.get(whole.version, (0, 0.0))
-            self._totals[whole.version] = num_batches + 1, before + seconds
+        self._tally.add(whole.version, sum(began - waiting.came_at for waiting in batch))
         first = 0
         for waiting in batch:
             end = first + waiting.request.num_samples

@@ -1,6 +1,7 @@
 """The models of a server: loaded, updated, switched and let go of while they answer."""
 
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -287,10 +288,16 @@ class ModelRepository:
         return {table: lookup for table, lookup in self.lookups().items() if table in names}
 
     def batches(self) -> list[BatchTotals]:
-        """The totals of all batches of loaded models, by model and version."""
-        leases = [lease for model in list(self._models.values()) for lease in model.leases()]
-        found = [lease.answering for lease in leases]
-        return [t for each in found if isinstance(each, DynamicBatcher) for t in each.totals()]
+        """The totals of all batches of models that are loaded or were, by model and version."""
+        found: list[BatchTotals] = []
+        for name, versions in list(self._models.items()):
+            waiting = Counter[str]()
+            for lease in versions.leases():
+                if isinstance(lease.answering, DynamicBatcher):
+                    waiting[lease.version.weights.version] += lease.answering.num_waiting
+            counts = self._loader.tally(name).read()
+            found += [BatchTotals(name, v, n, waiting[v], s) for v, (n, s) in counts.items()]
+        return found
 
     def close(self) -> None:
         """Let go of all models, once they have answered what they were asked. Rows stay in the

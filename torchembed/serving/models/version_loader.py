@@ -10,7 +10,7 @@ from torchembed.checkpoints import RowSource
 from torchembed.checkpoints.rows.row_folder import INDEX
 from torchembed.serving.levels import LeveledLookup, ServedTable
 from torchembed.serving.models.description import DeployedTable, ModelDescription
-from torchembed.serving.models.dynamic_batcher import DynamicBatcher
+from torchembed.serving.models.dynamic_batcher import BatchTally, DynamicBatcher
 from torchembed.serving.models.errors import ModelFolderError
 from torchembed.serving.models.loaded_version import LoadedVersion
 from torchembed.serving.models.memory_needs import check_needs, memory_needs
@@ -52,6 +52,7 @@ class VersionLoader:
         part."""
         self._left: dict[str, int] = {}
         """Those of rows that stayed in the stores when their versions were let go of, likewise."""
+        self._tallies: dict[str, BatchTally] = {}
         self._lock = threading.Lock()
 
     def load(self, name: str, number: int, options: ModelOptions) -> VersionLease:
@@ -108,8 +109,14 @@ class VersionLoader:
             version.warm()
             answering = version
             if options.batching is not None:
-                answering = releasing.enter_context(DynamicBatcher(version, options.batching))
+                batcher = DynamicBatcher(version, options.batching, self.tally(name))
+                answering = releasing.enter_context(batcher)
             return VersionLease(version, answering, releasing.pop_all().close)
+
+    def tally(self, name: str) -> BatchTally:
+        """The tally of all batches of a model."""
+        with self._lock:
+            return self._tallies.setdefault(name, BatchTally())
 
     def _load_rows(
         self,
