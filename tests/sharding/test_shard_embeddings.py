@@ -220,6 +220,35 @@ def fewer_rows_than_ranks() -> tuple[int, ...]:
     return tuple(state[f"{name}.weight"].shape) if state else ()
 
 
+def rows_of_a_smaller_table() -> dict[str, str]:
+    """The errors for rows of the shape of this rank's part, and for any other shape."""
+    model = nn.ModuleDict({"bags": torchembed.EmbeddingBagCollection([CONFIG])})
+    model["one"] = torchembed.EmbeddingBag(8, 4)
+    whole = model.state_dict()
+    torchembed.shard_embeddings(
+        model, init_device_mesh("cpu", (2,)), dict.fromkeys(table_specs(model), "row_wise")
+    )
+    messages = {}
+    for name in whole:
+        for num_rows in (4, 5):
+            with pytest.raises((ValueError, RuntimeError)) as error:
+                model.load_state_dict(whole | {name: torch.zeros(num_rows, 4)})
+            messages[f"{name} of {num_rows} rows"] = str(error.value)
+    return messages
+
+
+def test_rows_of_a_smaller_table_are_not_taken_for_parts() -> None:
+    of_part = (
+        r"weight of table (t|weight) must be whole, of shape \[8, 4\], or a DTensor as in this "
+        r"model, got a tensor of shape \[4, 4\], as a rank's part has; copy parts into"
+    )
+    for messages in run_on_ranks(2, rows_of_a_smaller_table):
+        assert len(messages) == 4
+        for name, message in messages.items():
+            pattern = of_part if name.endswith("4 rows") else "size mismatch for"
+            assert re.search(pattern, message), name
+
+
 def dense_training(order: list[int]) -> list[float]:
     """Loss of a model with a dense part; ``order`` permutes samples, which reorders sums."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -73,11 +73,12 @@ def local_part(tensor: Tensor, table: Table) -> Tensor:
     """The part of a whole table, or of a ``DTensor`` with this model's placement, that ``table``
     holds.
 
-    A tensor of another shape than the whole table's is returned unchanged.
+    A tensor of another shape than the whole table's and the part's is returned unchanged.
 
     Raises:
-        ValueError: for a ``DTensor`` with another placement, or the whole rows of a dynamic table
-            whose ids are divided.
+        ValueError: for a ``DTensor`` with another placement, for another tensor with the shape of
+            a part of a static table, or for the whole rows of a dynamic table whose ids are
+            divided.
     """
     from torch.distributed.tensor import DTensor
 
@@ -94,6 +95,14 @@ def local_part(tensor: Tensor, table: Table) -> Tensor:
             )
         rows = tensor[table.first_row : table.first_row + table.num_rows]
         return rows[:, table.first_column : table.first_column + table.num_columns]
+    is_part = tuple(tensor.shape) == (table.num_rows, table.num_columns)
+    if is_part and table.spec.num_ids is not None:  # else ids tell whose rows they are
+        # Each rank would take the rows of a smaller table for its own.
+        raise ValueError(
+            f"weight of table {table.spec.name} must be whole, of shape "
+            f"{[table.spec.num_rows, table.spec.dim]}, or a DTensor as in this model, got a tensor "
+            f"of shape {list(tensor.shape)}, as a rank's part has; copy parts into the parameter"
+        )
     return tensor
 
 
