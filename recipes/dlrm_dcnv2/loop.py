@@ -31,7 +31,18 @@ class TrainLoop(ResumableTraining):
         self.early_stop = self.config.early_stop()
         self.best = CheckpointFolder(self.output / "best", keep=1)
         self._saved_step = self.load(epochs=self.epochs, early_stop=self.early_stop)
+        if self.has_best and not self.best.steps():
+            raise ValueError(
+                "keep_best must be given where a run begins, and this one did not keep the model "
+                f"of its best evaluation, after step {self.early_stop.best_step}; leave it out, or "
+                "begin another run"
+            )
         self._check_optimizers()
+
+    @property
+    def has_best(self) -> bool:
+        """True where the best model is kept, which there is once an evaluation has an AUC."""
+        return self.config.keep_best and self.early_stop.best_auc is not None
 
     def _check_optimizers(self) -> None:
         """They have what the checkpoint says, whatever the config does."""

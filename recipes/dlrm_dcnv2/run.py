@@ -1,5 +1,6 @@
 """Training DLRM-DCNv2."""
 
+import dataclasses
 import os
 import platform
 from collections.abc import Sequence
@@ -107,9 +108,12 @@ def run(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stop
         )
         if not loop.run():
             return Stopped(num_steps=loop.history.num_steps)
-    if config.keep_best and loop.early_stop.best_auc is not None:
+    if loop.has_best:
         loop.best.load(TrainingRun(model=model), loop.early_stop.best_step)
-    return _result(config, model, loop.history, (validation, test), device, output)
+    result = _result(config, model, loop.history, (validation, test), device, output)
+    if loop.has_best:
+        return dataclasses.replace(result, checkpoint=output / "best")
+    return result
 
 
 def run_days(config: DlrmConfig, device: torch.device, output: Path) -> Result | Stopped:
@@ -159,7 +163,7 @@ def _result(
         bayes_logloss=test.bayes_logloss() if isinstance(test, ClickLog) else None,
         samples_per_second=history.samples_per_second,
         num_steps=history.num_steps,
-        checkpoint=output / ("best" if config.keep_best else "checkpoint"),
+        checkpoint=output / "checkpoint",
     )
 
 

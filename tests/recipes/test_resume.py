@@ -331,3 +331,19 @@ def test_the_best_model_is_kept_and_tested(
     main(["dlrm_dcnv2", "--resume", str(tmp_path / "out")])
     again = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
     assert again["test_auc"] == result["test_auc"]
+
+
+def test_a_best_model_that_was_not_kept_is_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "alike"
+    alike = ("--click-log.click-rate", "1e-9", "--max-steps", "4", "--keep-best")
+    main(["dlrm_dcnv2", *SMALL, *alike, "--output", str(output)])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
+    # No evaluation has an AUC, so none is the best.
+    assert result["test_auc"] is None
+    assert result["checkpoint"] == str(output / "checkpoint")
+    output = tmp_path / "late"
+    main(["dlrm_dcnv2", *SMALL, "--max-steps", "4", "--output", str(output)])
+    with pytest.raises(ValueError, match=r"keep_best must be given where .*, after step 4; leave"):
+        main(["dlrm_dcnv2", "--resume", str(output), "--keep-best", "--max-steps", "8"])
