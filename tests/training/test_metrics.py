@@ -5,7 +5,9 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import torch.nn.functional as F
 
 from tests.support.tiny_model import TinyModel, make_batches, make_optimizers
@@ -19,6 +21,20 @@ from torchembed.training import (
 )
 
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
+
+
+def test_numbers_of_numpy_and_tensors_are_written(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(
+            1, loss=np.float32(0.25), auc=torch.tensor(0.5), count=np.int64(3), lr=math.inf
+        )  # type: ignore[arg-type]
+    (line,) = read_metrics(tmp_path)
+    assert {name: line[name] for name in ("loss", "auc", "count", "lr")} == {
+        "loss": 0.25,
+        "auc": 0.5,
+        "count": 3,
+        "lr": None,
+    }
 
 
 def test_train_writes_what_it_reads(tmp_path: Path) -> None:

@@ -48,12 +48,15 @@ class MetricsWriter:
             self._events = make_events(str(folder / "tensorboard"), purge_step=after_step + 1)
 
     def write(self, step: int, **values: float) -> None:
-        """Write ``values`` for ``step`` with the time in seconds since 1970; NaN becomes null."""
+        """Write ``values`` for ``step`` with the time in seconds since 1970; NaN and infinite ones
+        become null. They are numbers, also numpy's, or tensors of one element."""
         if self._file is None:
             return
         now = time.time()
         known = {key: value if math.isfinite(value) else None for key, value in values.items()}
-        self._file.write(json.dumps({"step": step, "time": round(now, 3), **known}) + "\n")
+        line = {"step": step, "time": round(now, 3), **known}
+        # Numbers of numpy and tensors of one element are none that JSON knows.
+        self._file.write(json.dumps(line, default=float) + "\n")
         self._file.flush()
         if self._events is not None:
             for key, value in values.items():
