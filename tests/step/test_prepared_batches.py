@@ -10,9 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchembed import Disk, EmbeddingBagCollection, EmbeddingBagConfig, HostMemory, SparseFeatures
+from torchembed import (
+    LFU,
+    Disk,
+    Dynamic,
+    EmbeddingBag,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    HostMemory,
+    SparseFeatures,
+)
 from torchembed.data import Batch
-from torchembed.optim import Adagrad
+from torchembed.optim import SGD, Adagrad
 from torchembed.tables import Storage, row_chunks, table_of
 from torchembed.tables.tiers.line_store import LineStore
 from torchembed.training import TrainPipeline
@@ -145,3 +154,37 @@ def test_rows_that_another_pipeline_has_evicted_are_fetched_again() -> None:
 def test_rows_that_another_pipeline_has_moved_to_disk_are_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="close one pipeline before another trains them"):
         in_turns(Disk(path=tmp_path, host_rows=100, cache_rows=45))
+
+
+class Bag(nn.Module):
+    """The sum of a dynamic table's vectors."""
+
+    def __init__(self, storage: Storage | None) -> None:
+        super().__init__()
+        dynamic = Dynamic(missing="initial", eviction=LFU())
+        self.bag = EmbeddingBag(40, 4, mode="sum", seed=0, dynamic=dynamic, storage=storage)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.bag(ids).sum()
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_new_rows_are_read_with_their_values_before_they_are_trained(
+    kind: str, tmp_path: Path
+) -> None:
+    """Where they were others' and are in the cache still, from which nothing was to be written."""
+    storage: Storage = HostMemory(cache_rows=12)
+    if kind == "disk":
+        pytest.importorskip("rocksdict", reason="tables on disk are kept by rocksdict")
+        storage = Disk(path=tmp_path, cache_rows=12, host_rows=20)
+    model, initial = Bag(storage), Bag(None).eval()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(60, (6, 1), generator=generator) for _ in range(30)]
+    with TrainPipeline(model, None, optimizer, capture=True) as pipeline:
+        iterator = iter(batches)
+        for _ in batches:
+            pipeline.progress(iterator)
+            (table,) = model.bag.table_set.tables
+            for chunk in row_chunks(table, 1 << 20):
+                assert torch.equal(chunk.rows, initial.bag(chunk.keys.unsqueeze(1)))

@@ -162,10 +162,12 @@ class TieredGroup(TableGroup):
     def initialize(self, new: NewRows) -> None:
         slots = find_cached(self.cache.slot_of_row, new.rows)
         super().initialize(new._replace(rows=slots))
+        # Where rows are stored, too: what was not trained since is not written there, and the rows
+        # of a batch that is prepared ahead may be saved before they are trained.
         initialize_rows(
             self._stored[0],
             self._stored[1:],
-            torch.where(slots < 0, self._stored_places(new.rows), -1),
+            self._stored_places(new.rows),
             new.ids,
             new.tables,
             self.initial_values,
