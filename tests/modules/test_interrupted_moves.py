@@ -1,7 +1,7 @@
 """Ctrl-C while rows move between memories: each row keeps its values, wherever it is."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchembed import Disk, Dynamic, EmbeddingBag, HostMemory
+from torchembed.ops.hash_table import HashTables
 from torchembed.optim import Adagrad
 from torchembed.tables.dynamic.hash_index import HashIndex
 from torchembed.tables.tiers import host_places, row_places, tiered_group
@@ -101,8 +102,13 @@ def test_rows_that_were_on_their_way(
         assert torch.equal(model.rows(), expected.rows())
 
 
-def test_rows_that_were_on_their_way_to_their_own_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupting = Interrupting(monkeypatch, (row_places, "_write"))
+@pytest.mark.parametrize(
+    "where", [(row_places, "_write"), (tiered_group.TieredGroup, "_write_dirty")]
+)
+def test_rows_that_were_on_their_way_to_their_own_places(
+    where: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupting = Interrupting(monkeypatch, where)
     model, expected = Bag(storage=HostMemory(cache_rows=16)), Bag()
     for of in (model, expected):
         optimizer = Adagrad(of.parameters(), lr=0.1)
@@ -138,3 +144,35 @@ def test_tables_that_were_growing(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append(bag.eval()(torch.arange(8000).unsqueeze(1)).detach())
     assert num_interrupted == 1
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dynamic", [Dynamic(), Dynamic(ttl_steps=2), Dynamic(max_rows=8)])
+def test_ids_that_were_taken_away(dynamic: Dynamic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a state dict would be of a table that no other one can take."""
+    of_slots, is_armed = HashTables.of_slots, False
+
+    def interrupted(tables: HashTables) -> Iterator[Tensor]:
+        nonlocal is_armed
+        for number, state in enumerate(of_slots(tables)):
+            if is_armed and number == 1:  # between the first two
+                is_armed = False
+                signal.raise_signal(signal.SIGINT)
+            yield state
+
+    monkeypatch.setattr(HashTables, "of_slots", interrupted)
+    bag = EmbeddingBag(NUM_IDS, 4, mode="sum", seed=0, dynamic=dynamic)
+    optimizer = Adagrad(bag.parameters(), lr=0.1)
+    num_interrupted = 0
+    for step in range(8):
+        is_armed = True
+        try:
+            bag(ids_of(step))
+            bag.evict(max_rows=6)
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        is_armed = False
+        bag(ids_of(step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert num_interrupted > 0
+    EmbeddingBag(NUM_IDS, 4, seed=0, dynamic=dynamic).load_state_dict(bag.state_dict())

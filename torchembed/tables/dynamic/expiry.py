@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.ops.hash_table import Counter, TableShape, count_erased
 from torchembed.tables.dynamic.epoch_times import EpochTimes
 from torchembed.tables.dynamic.erasing_step import ErasingStep
@@ -64,6 +65,7 @@ class Expiry:
         if self._times is not None:
             self._times.forget()
 
+    @interrupts_deferred()  # An id goes from all tensors, or stays.
     def erase(self, step: ErasingStep) -> None:
         """Erase, in the window of the step's epoch, the ids that are too old in it.
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.ops.hash_table import (
     Counter,
     HashTables,
@@ -207,6 +208,7 @@ class HashIndex:
         """True if :meth:`note_time` must be called before each step that is prepared ahead."""
         return self._expiry is not None and self._expiry.by_time
 
+    @interrupts_deferred()  # An id goes from all tensors, or stays.
     def evict(self, table: int, num_kept: int) -> None:
         """Evict the ids of least score until at most ``num_kept`` are left; rows in use stay."""
         slots, released = self._ranges[table], self.clock.evictable(self.clock.last + 1)
@@ -225,6 +227,7 @@ class HashIndex:
                 erased.is_erased, erased.keys, tables, self.clock.last, Counter.EVICTED_TARGET
             )
 
+    @interrupts_deferred()
     def erase(self, table: int, keys: Tensor, *, in_use: bool = True) -> None:
         """Take ``keys [n]`` and their rows out of a table; rows in use stay, if there may be any
         ``in_use``."""

@@ -5,6 +5,7 @@ from typing import Self
 
 import torch
 
+from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.ops.hash_table import Counter, TableShape, count_erased, slot_ranges
 from torchembed.tables.dynamic.erasing_step import ErasingStep
 from torchembed.tables.dynamic.policies import Dynamic, index_bytes_of
@@ -93,6 +94,7 @@ class RowBounds:
                 limits.append((of_part, int(of_part * self._dynamic.evict_to)))
         self._limits.copy_(torch.tensor(limits, dtype=torch.int64, device="cpu").T)
 
+    @interrupts_deferred()  # An id goes from all tensors, or stays.
     def evict(self, step: ErasingStep) -> None:
         """Evict ids in the blocks that the step's epoch visits.
 

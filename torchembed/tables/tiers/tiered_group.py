@@ -280,6 +280,7 @@ class TieredGroup(TableGroup):
     def _versions(self) -> list[int]:
         return [t.parameter._version for t in self.tables if hasattr(t, "parameter")]
 
+    @interrupts_deferred()  # Once no row is dirty, no call would bring rows to their places.
     def write_back(self) -> None:
         """Write all rows of the cache that were trained since they were read to the host; they stay
         in the cache. Waits for a GPU."""
