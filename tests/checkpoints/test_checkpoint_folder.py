@@ -192,6 +192,8 @@ def test_damage_is_named_and_nothing_is_changed(damage: str, tmp_path: Path) -> 
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"keep must be an int, got 1\.5"):
+        CheckpointFolder(tmp_path, keep=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         CheckpointFolder(tmp_path, keep=0)
     with pytest.raises(TypeError, match=r"step must be an int, got 1\.5"):

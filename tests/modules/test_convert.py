@@ -128,6 +128,10 @@ def test_tied_embeddings_stay_tied() -> None:
     sum(module(torch.tensor([[1]])).sum() for module in model).backward()  # type: ignore[union-attr]
     optimizer.step()
     assert model[0].weight[1].tolist() == [-1.0] * 4
+    fused = torchembed.optim.SGD(model.parameters(), lr=0.5)
+    sum(module(torch.tensor([[1]])).sum() for module in model).backward()  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="by a lookup of another module that shares it"):
+        fused.step()
 
 
 def test_rows_that_are_not_contiguous_are_laid_out_anew() -> None:

@@ -73,6 +73,8 @@ class CheckpointFolder:
             timeout: how long a rank waits for the others, which may take longer to write their
                 files; the default process group's limit where None.
         """
+        if isinstance(keep, bool) or not isinstance(keep, numbers.Integral):
+            raise TypeError(f"keep must be an int, got {keep!r}")
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self._storage = Storage(path)

@@ -31,9 +31,11 @@ def why_refused(table: "Table") -> str:
     return (
         f"weight.grad of a table is set, that of {name}, by a use of its weight that is no "
         "lookup, such as a softmax over all rows, a penalty on the weight, a parametrization or "
-        "pruning, or by a forward from before this optimizer took the table over, and would not be "
-        "applied; give the table to an optimizer of torch, which trains all of its rows, or have "
-        "the loss use looked-up rows alone; after a forward from before, call zero_grad() first"
+        "pruning, by a lookup of another module that shares it, or by a forward from before this "
+        "optimizer took the table over, and would not be applied; give the table to an optimizer "
+        "of torch, which trains all of its rows, or have the loss use looked-up rows alone; call "
+        "one module in place of two that share a weight; after a forward from before, call "
+        "zero_grad() first"
     )
 
 
