@@ -70,6 +70,8 @@ def refusals() -> dict[str, str]:
     uneven = make_plan(larger, 2)
     on_meta = make_model(MIXED, "meta")
     on_meta.top = nn.Linear(2, 2, device="meta")
+    of_complex = make_model(MIXED, "meta")
+    of_complex.phases = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     too_large, wide = one_table(1 << 40, 128), one_table(1 << 20, 1 << 18)
     one_process = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("mesh", "node", "rank"))
     stored_model = make_model(dataclasses.replace(MIXED, stored=("a",)), "meta")
@@ -86,6 +88,7 @@ def refusals() -> dict[str, str]:
         "fewer tables": (make_model(MIXED), mesh, fewer),
         "other ranks": (make_model(MIXED), mesh, wrong_ranks),
         "meta": (on_meta, mesh),
+        "complex": (of_complex, mesh),
         "another storage": (stored_model, mesh, in_host("tables.embedding_bags.a", stored_model)),
         "host": (wide, mesh, in_host("tables.embedding_bags.t", wide)),
         "memory": (too_large, mesh, {"tables.embedding_bags.t": "table_wise"}),
@@ -293,6 +296,8 @@ def test_refusals() -> None:
             "fewer tables": "plan must hold the tables",
             "other ranks": "plan is for 4 ranks, but mesh has 2",
             "meta": "parameters ['top.weight', 'top.bias'] are on the meta device",
+            "complex": "parameter phases must be real to be trained on several ranks, got "
+            "torch.complex64; hold torch.view_as_real of it in a parameter, and call",
             "another storage": "plan's storage of table tables.embedding_bags.a must be "
             "HostMemory(cache_rows=48, cache_bytes=None), as the model says, got HostMemory(",
             "host": "tables do not fit: ranks 0-1 will take 1 TiB of the ",

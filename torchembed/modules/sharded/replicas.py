@@ -25,6 +25,12 @@ def check_parameters(model: nn.Module) -> None:
                 f"parameter {name} must be dense to be trained on several ranks, got {kind}; hold "
                 "its values in a dense parameter, and make the other tensor of them in forward"
             )
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name} must be real to be trained on several ranks, got "
+                f"{parameter.dtype}; hold torch.view_as_real of it in a parameter, and call "
+                "torch.view_as_complex in forward"
+            )
 
 
 def with_sparse_gradients(model: nn.Module) -> list[nn.Parameter]:

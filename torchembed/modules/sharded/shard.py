@@ -121,11 +121,12 @@ def shard_embeddings(
         TypeError: where ``mesh`` is not a ``DeviceMesh``, ``wire`` no ``WirePrecision``, or
             ``optimizer`` no class of an optimizer of tables.
         RuntimeError: where there is no process group.
-        ValueError: for a mesh or plan that does not fit the model; a sparse or nested parameter; a
-            collection of a derived class; or ranks that disagree, also where planning fails on some
-            of them only; where the tables do not fit into memory, as far as it is known: without a
-            planner, that of rows, the dense part and, given ``optimizer``, its state; for ``PUSH``
-            where GPUs cannot store into each other's memory, and for a wire that it cannot send in.
+        ValueError: for a mesh or plan that does not fit the model; a sparse, nested or complex
+            parameter; a collection of a derived class; or ranks that disagree, also where planning
+            fails on some of them only; where the tables do not fit into memory, as far as it is
+            known: without a planner, that of rows, the dense part and, given ``optimizer``, its
+            state; for ``PUSH`` where GPUs cannot store into each other's memory, and for a wire
+            that it cannot send in.
     """
     check_mesh(mesh)
     flat, wire = flat_mesh(mesh), wire or WirePrecision()
