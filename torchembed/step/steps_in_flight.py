@@ -120,6 +120,9 @@ def _raise_bad_ids(report: Tensor, checks: Sequence[IdCheck]) -> None:
         if numbers[0] < check.num_ids:
             raise check.error(f"{check.describe(*numbers)}. That step changed nothing")
         first += len(numbers)
+    # Ranks look up with the same checks, also those of tables that only others hold.
+    is_of_ids = all(check.error is IndexError for check in checks)
+    what = "id out of range" if is_of_ids else "id out of range, or no room for rows,"
     raise IndexError(
-        "id out of range in another rank's batch, whose error says more. That step changed nothing"
+        f"{what} in another rank's batch, whose error says more. That step changed nothing"
     )
