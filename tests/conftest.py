@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,15 @@ def nothing_compiled() -> None:
     compiler = sys.modules.get("torch._dynamo.utils")
     if compiler is not None:
         compiler.counters.clear()
+
+
+@pytest.fixture
+def interrupting_ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises ``KeyboardInterrupt``, also where a shell started the tests in the background,
+    which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

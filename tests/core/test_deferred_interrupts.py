@@ -7,6 +7,8 @@ import pytest
 
 from torchembed.core.deferred_interrupts import interrupts_deferred
 
+pytestmark = pytest.mark.usefixtures("interrupting_ctrl_c")
+
 
 def test_ctrl_c_is_raised_at_the_end() -> None:
     handler, done = signal.getsignal(signal.SIGINT), []

@@ -16,6 +16,8 @@ from torchembed.tables.dynamic.hash_index import HashIndex
 from torchembed.tables.tiers import host_places, row_places, tiered_group
 from torchembed.training import TrainPipeline
 
+pytestmark = pytest.mark.usefixtures("interrupting_ctrl_c")
+
 NUM_IDS = 40
 CPU = torch.device("cpu")
 
