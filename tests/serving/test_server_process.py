@@ -62,21 +62,23 @@ def test_a_trained_model_is_deployed_served_and_replaced(tmp_path: Path) -> None
         http.close()
 
 
-FROZEN = """
+STARTED = """
 import gc, runpy, sys
 
 sys.argv += ["--no-such-flag"]
 try:
     runpy.run_module("torchembed.serving", run_name="__main__")
 except SystemExit as error:
-    print(error.code, gc.get_freeze_count(), len(gc.get_objects()))
+    print(error.code, gc.get_freeze_count(), len(gc.get_objects()), sys.getswitchinterval())
 """
 
 
-def test_collections_of_a_server_leave_out_what_modules_hold() -> None:
-    code, num_frozen, num_left = map(int, run_python_or_fail("-c", FROZEN, cwd=ROOT).split())
+def test_a_servers_threads_wait_for_no_collection_of_modules_and_not_long_for_each_other() -> None:
+    found = run_python_or_fail("-c", STARTED, cwd=ROOT).split()
+    code, num_frozen, num_left = map(int, found[:3])
     assert code == 2
     assert num_frozen > 10 * num_left
+    assert float(found[3]) == pytest.approx(1e-4)
 
 
 def test_what_keeps_a_server_from_starting_is_one_line(
