@@ -349,17 +349,7 @@ class CheckpointFolder:
             file = f"{path}/{name}"
             if not self._storage.exists(file):
                 raise FileNotFoundError(f"checkpoint {path} lacks its file {name}")
-            wanted = files[name]
-            found = self._storage.digest_like(file, wanted)
-            if found != wanted:
-                must_have, has = f"{wanted.num_bytes} bytes", f"{found.num_bytes}"
-                if wanted.crc32 is not None:
-                    must_have += f" and CRC-32 {wanted.crc32:08x}"
-                    has += f" and {found.crc32:08x}"
-                raise ValueError(
-                    f"file {file} must have {must_have} as it was written, got {has}; it is "
-                    "corrupt: load an earlier step"
-                )
+            self._storage.check_unchanged(file, files[name], "load an earlier step")
 
         in_threads(check, [name for name in sorted(files) if _checker(name) == ranks.rank()])
 

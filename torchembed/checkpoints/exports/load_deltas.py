@@ -160,13 +160,7 @@ def _open_tables(model: nn.Module, folder: str, export: Description, what: str) 
 def _check_file(folder: str, name: str, export: Description) -> None:
     """Raise ``ValueError`` where a file of an export is not as it was written."""
     storage = Storage(folder)
-    path, wanted = storage.path(name), export.files[name]
-    found = storage.digest(path)
-    if found != wanted:
-        raise ValueError(
-            f"file {path} must have {wanted.num_bytes} bytes and CRC-32 {wanted.crc32:08x} as it "
-            f"was written, got {found.num_bytes} and {found.crc32:08x}; it is corrupt: export again"
-        )
+    storage.check_unchanged(storage.path(name), export.files[name], "export again")
 
 
 def _load_tables(model: nn.Module, export: _Tables, what: str) -> int:

@@ -116,11 +116,26 @@ class Storage(FileSystemBase):
                 crc32 = zlib.crc32(chunk, crc32)
         return FileDigest(num_bytes, crc32)
 
-    def digest_like(self, path: str, wanted: FileDigest) -> FileDigest:
-        """Digest of a file as it now is, with a checksum where ``wanted`` has one."""
+    def check_unchanged(self, path: str, wanted: FileDigest, advice: str) -> None:
+        """Raise ``ValueError`` where a file is not as it was written, which ``wanted`` describes;
+        reads the whole file where that has a checksum.
+
+        Args:
+            advice: what to do then, as "export again".
+        """
+        must_have = f"{wanted.num_bytes} bytes"
         if wanted.crc32 is None:
-            return FileDigest(self.num_bytes(path), None)
-        return self.digest(path)
+            found = FileDigest(self.num_bytes(path), None)
+            has = f"{found.num_bytes}"
+        else:
+            found = self.digest(path)
+            must_have += f" and CRC-32 {wanted.crc32:08x}"
+            has = f"{found.num_bytes} and {found.crc32:08x}"
+        if found != wanted:
+            raise ValueError(
+                f"file {path} must have {must_have} as it was written, got {has}; it is corrupt: "
+                f"{advice}"
+            )
 
     def fetch(self, path: str, target: str) -> None:
         """Copy a folder with all its content to a new local one."""

@@ -183,10 +183,4 @@ def _check_file(storage: Storage, name: str, index: FolderIndex) -> None:
     num_rows = columns_of(storage, path, index.columns)["keys"].num_rows
     if num_rows != wanted.num_rows:
         raise ValueError(f"file {path} must hold {wanted.num_rows} rows, got {num_rows}")
-    digest = FileDigest(wanted.num_bytes, wanted.crc32)
-    found = storage.digest(path)
-    if found != digest:
-        raise ValueError(
-            f"file {path} must have {digest.num_bytes} bytes and CRC-32 {digest.crc32:08x} as it "
-            f"was written, got {found.num_bytes} and {found.crc32:08x}; it is corrupt: export again"
-        )
+    storage.check_unchanged(path, FileDigest(wanted.num_bytes, wanted.crc32), "export again")

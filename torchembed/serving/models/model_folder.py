@@ -72,15 +72,11 @@ def check_files(folder: str | Path, description: ModelDescription) -> None:
     for place, form in description.files.items():
         wanted = FileDigest(form.num_bytes, form.crc32)
         try:
-            found = storage.digest(storage.path(place))
+            storage.check_unchanged(storage.path(place), wanted, "deploy again")
         except OSError as error:
             raise ModelFolderError(f"{folder} lacks its file {place}: {error}") from None
-        if found != wanted:
-            raise ModelFolderError(
-                f"{folder}/{place} must have {wanted.num_bytes} bytes and CRC-32 "
-                f"{wanted.crc32:08x} as it was written, got {found.num_bytes} and "
-                f"{found.crc32:08x}; it is corrupt: deploy again"
-            )
+        except ValueError as error:
+            raise ModelFolderError(str(error)) from None
 
 
 def open_table(folder: str | Path, table: str) -> RowSource:
