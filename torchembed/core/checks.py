@@ -158,6 +158,12 @@ def check_output_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"output_dtype must be float32, float16 or bfloat16, got {dtype}")
 
 
+def check_autocast(autocast: object) -> None:
+    """Raise ``TypeError`` unless ``autocast`` is a dtype, in which to compute, or None."""
+    if not (autocast is None or isinstance(autocast, torch.dtype)):
+        raise TypeError(f"autocast must be a dtype, as torch.bfloat16, or None, got {autocast!r}")
+
+
 def check_numel(name: str, tensor: Tensor, numel: int, meaning: str) -> None:
     """Raise ``ValueError`` unless ``tensor`` holds ``numel`` elements; ``meaning`` explains that
     number in the error."""

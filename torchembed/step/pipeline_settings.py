@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchembed.core import ranks
+from torchembed.core.checks import check_autocast
 from torchembed.modules.sharded.bound_to_ranks import BoundToRanks
 from torchembed.modules.sharded.sharded_collection import ShardedCollection
 from torchembed.sharding.transport.channel import PushDomain
@@ -55,8 +56,7 @@ def check_numbers(
     max_layouts: int,
 ) -> None:
     """Raise where one of these arguments is none that ``TrainPipeline`` documents."""
-    if not (autocast is None or isinstance(autocast, torch.dtype)):
-        raise TypeError(f"autocast must be a dtype, as torch.bfloat16, or None, got {autocast!r}")
+    check_autocast(autocast)
     if not (max_grad_norm is None or isinstance(max_grad_norm, (int, float))):
         raise TypeError(f"max_grad_norm must be a number or None, got {max_grad_norm!r}")
     if max_grad_norm is not None and not max_grad_norm >= 0:

@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 
 import torch
 
+from torchembed.core.checks import check_autocast
 from torchembed.ops.rowwise_update import UpdateRule
 from torchembed.optim import Adagrad
 from torchembed.optim.fused import FusedOptimizer
@@ -116,10 +117,7 @@ class Planner:
                     f"that batch_size and hotness give a batch, got {count}"
                 )
         check_optimizer_class(self.optimizer)
-        if not (self.autocast is None or isinstance(self.autocast, torch.dtype)):
-            raise TypeError(
-                f"autocast must be a dtype, as torch.bfloat16, or None, got {self.autocast!r}"
-            )
+        check_autocast(self.autocast)
         for name, constraint in self.constraints.items():
             if not isinstance(constraint, TableConstraint):
                 raise TypeError(
