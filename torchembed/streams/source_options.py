@@ -28,7 +28,7 @@ class SourceOptions(BrokerOptions):
     discovery_seconds: float = 5.0
     """How often new topics are looked for."""
     max_messages: int = 1024
-    """That one poll gives at most; up to a million, as librdkafka gives."""
+    """The most messages of one poll: a million at most, which is librdkafka's limit."""
     max_dense_bytes: int = 1 << 33
     """Of a whole dense part; larger ones are dropped."""
     session_timeout_seconds: float = 10.0

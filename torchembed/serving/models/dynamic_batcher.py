@@ -48,7 +48,7 @@ _MAX_VERSIONS = 16
 
 
 class BatchTotals(NamedTuple):
-    """What batchers have done by answers of a version."""
+    """Counts of the batches that one version of a model has answered."""
 
     model: str
     version: str

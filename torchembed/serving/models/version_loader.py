@@ -51,7 +51,8 @@ class VersionLoader:
         """The bytes of each loaded version: by the names of its tables in stores, and of its dense
         part."""
         self._left: dict[str, int] = {}
-        """Those of rows that stayed in the stores when their versions were let go of, likewise."""
+        """The bytes of tables whose rows stayed in the stores when their versions were let go of,
+        by the names of these tables in the stores."""
         self._tallies: dict[str, BatchTally] = {}
         self._lock = threading.Lock()
 

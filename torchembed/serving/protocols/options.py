@@ -15,8 +15,8 @@ class RequestLimits:
     """
 
     max_body_bytes: int = 64 * _MIB
-    """Of one request; over gRPC 2 GiB at most. A gRPC message with ``contents`` takes up to ten
-    times that in memory."""
+    """The most bytes of a request's body; over gRPC 2 GiB at most. A gRPC message with ``contents``
+    takes up to ten times that in memory."""
     max_json_bytes: int = 16 * _MIB
     """Of the JSON part of a body, which takes up to twenty times that in memory."""
     max_header_bytes: int = 16 << 10

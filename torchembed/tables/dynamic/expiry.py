@@ -6,8 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.ops.hash_table import Counter, TableShape, count_erased
+from torchembed.tables.deferred_interrupts import interrupts_deferred
 from torchembed.tables.dynamic.epoch_times import EpochTimes
 from torchembed.tables.dynamic.erasing_step import ErasingStep
 from torchembed.tables.dynamic.policies import Dynamic

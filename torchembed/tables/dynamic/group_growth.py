@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.core.own_storage import with_own_storage
 from torchembed.ops.hash_table import locate_keys, moved_rows
+from torchembed.tables.deferred_interrupts import interrupts_deferred
 from torchembed.tables.dynamic.growth_demand import capacity_for
 from torchembed.tables.dynamic.hash_index import HashIndex
 from torchembed.tables.group import TableGroup

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.ops.hash_table import (
     Counter,
     HashTables,
@@ -26,6 +25,7 @@ from torchembed.ops.hash_table import (
 )
 from torchembed.ops.rowwise_update import RoundingKeys
 from torchembed.tables.admission_clock import AdmissionClock
+from torchembed.tables.deferred_interrupts import interrupts_deferred
 from torchembed.tables.dynamic.admission_filters import AdmissionFilter
 from torchembed.tables.dynamic.caller_scores import StepScores
 from torchembed.tables.dynamic.deletion_log import DeletionLog

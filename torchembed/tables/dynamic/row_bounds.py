@@ -5,8 +5,8 @@ from typing import Self
 
 import torch
 
-from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.ops.hash_table import Counter, TableShape, count_erased, slot_ranges
+from torchembed.tables.deferred_interrupts import interrupts_deferred
 from torchembed.tables.dynamic.erasing_step import ErasingStep
 from torchembed.tables.dynamic.policies import Dynamic, index_bytes_of
 from torchembed.tables.row_index import IndexedTable

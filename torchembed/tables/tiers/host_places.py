@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.core.row_caches import CacheCounter, RowCache
 from torchembed.ops.row_cache import RowMoves, claim_slots, empty_row_cache, find_cached
+from torchembed.tables.deferred_interrupts import interrupts_deferred
 from torchembed.tables.tiers.fetched_rows import FetchedRows
 from torchembed.tables.tiers.host_lines import HostLines
 from torchembed.tables.tiers.initial_lines import RowIdentities

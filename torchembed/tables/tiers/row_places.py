@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.ops.row_cache import RowMoves, exchange_places, find_cached, move_rows
+from torchembed.tables.deferred_interrupts import interrupts_deferred
 
 MAX_ROWS = 2**31
 """Places are int32, so that a group in host memory has fewer rows than these."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from torchembed.core.checks import FLOAT_DTYPES
-from torchembed.core.deferred_interrupts import interrupts_deferred
 from torchembed.core.features import SparseFeatures
 from torchembed.core.row_caches import RowCache
 from torchembed.ops.initialize_rows import initialize_rows
@@ -23,6 +22,7 @@ from torchembed.ops.row_cache import (
 from torchembed.ops.rowwise_update import RoundingKeys
 from torchembed.ops.segments import Runs
 from torchembed.tables.admission_clock import AdmissionClock
+from torchembed.tables.deferred_interrupts import interrupts_deferred
 from torchembed.tables.group import TableGroup
 from torchembed.tables.row_index import Admission, NewRows, SlotIndex
 from torchembed.tables.storage import rows_held

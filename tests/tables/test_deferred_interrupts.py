@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from torchembed.core.deferred_interrupts import interrupts_deferred
+from torchembed.tables.deferred_interrupts import interrupts_deferred
 
 pytestmark = pytest.mark.usefixtures("interrupting_ctrl_c")
 
