@@ -22,6 +22,8 @@ from torchembed.ops.pointwise_attention import pointwise_attention
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS, LONGEST, NUM_SPARE, NUM_BUCKETS = (0, 1, 40, 3, 45), 40, 5, 40
 """One history is longer than the longest that counts, and two take several blocks of a kernel."""
+NUM_NUDGES = 16
+"""Draws of inputs that are off by their rounding, of which the largest effect is allowed."""
 
 
 class Inputs(NamedTuple):
@@ -127,21 +129,26 @@ def check_follows(given: Inputs) -> None:
     eager = results(formula, on_cpu, grad.cpu()).named()
     exact = results(formula, exact_inputs, grad.cpu().double()).named()
     # Of a sum of few terms the error of one order of operations says little of another's. So a
-    # result is right, too, if it is that of inputs that are one rounding of float32 off.
-    nudged_inputs = exact_inputs._replace(
-        **{name: nudged(tensor) for name, tensor in exact_inputs.floats().items()}
-    )
-    off = results(formula, nudged_inputs, nudged(grad.cpu().double())).named()
+    # result is right, too, if it is that of inputs that are one rounding of float32 off: by the
+    # largest of several draws of signs, since in one draw the parts of a sum may cancel.
+    generator = torch.Generator().manual_seed(8)
+    slacks = dict.fromkeys(exact, 0.0)
+    for _ in range(NUM_NUDGES):
+        nudged_inputs = exact_inputs._replace(
+            **{name: nudged(tensor, generator) for name, tensor in exact_inputs.floats().items()}
+        )
+        off = results(formula, nudged_inputs, nudged(grad.cpu().double(), generator)).named()
+        for name, right in exact.items():
+            error = (off[name] - right).detach().abs().max().item() / NUDGE_UNITS
+            slacks[name] = max(slacks[name], error)
     for name, result in found.named().items():
         assert result.is_contiguous()
-        right = exact[name].detach()
-        slack = (off[name].detach() - right).abs().max().item() / NUDGE_UNITS
-        assert_as_near(result, eager[name].detach(), right, slack=slack)
+        assert_as_near(result, eager[name].detach(), exact[name].detach(), slack=slacks[name])
 
 
-def nudged(tensor: Tensor) -> Tensor:
+def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """``tensor``, each element ``NUDGE_UNITS`` units of rounding larger or smaller."""
-    signs = torch.randint(2, tensor.shape, generator=torch.Generator().manual_seed(8)) * 2 - 1
+    signs = torch.randint(2, tensor.shape, generator=generator) * 2 - 1
     return tensor * (1 + NUDGE_UNITS * torch.finfo(torch.float32).eps * signs)
 
 
