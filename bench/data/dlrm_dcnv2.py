@@ -45,10 +45,13 @@ def table_sizes(max_rows: int | None, row_factor: int = 1) -> tuple[int, ...]:
 
 
 def table_configs(
-    max_rows: int | None, dynamic: Dynamic | None = None, row_factor: int = 1
+    max_rows: int | None,
+    dynamic: Dynamic | None = None,
+    row_factor: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> list[EmbeddingBagConfig]:
-    """One table for each feature, its rows and initial values; ``dynamic`` tables have room for as
-    many ids, and ids the same initial values. Rows are those of :func:`table_sizes`."""
+    """One table for each feature, its rows of ``dtype`` and initial values; ``dynamic`` tables have
+    room for as many ids, and ids the same initial values. Rows are those of :func:`table_sizes`."""
     return [
         EmbeddingBagConfig(
             name=key,
@@ -56,6 +59,7 @@ def table_configs(
             embedding_dim=DIM,
             feature_names=(key,),
             dynamic=dynamic,
+            dtype=dtype,
         )
         for key, size in zip(KEYS, table_sizes(max_rows, row_factor), strict=True)
     ]

@@ -36,7 +36,7 @@ def make_planner(
         hotness=dict(zip(workload.KEYS, workload.HOTNESS, strict=True)),
         distinct_ids=workload.distinct_ids(ids, batch_size, max_rows, row_factor),
         optimizer=OF_TABLES[optimizer],
-        autocast=torch.bfloat16 if precision == "bf16" else None,
+        autocast=torch.bfloat16 if precision in ("bf16", "fp8") else None,
         fixed_hotness=True,
     )
 

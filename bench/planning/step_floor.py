@@ -5,15 +5,21 @@ memory; stages follow one another. The wire's bytes are hidden under all else, a
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
 
 from bench.data import dlrm_dcnv2 as workload
 from torchembed.data import Batch
+from torchembed.modules.dense.float8_linear import LEAST_WIDTH
 
 STATE_ELEMENTS = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": workload.DIM}
 """Numbers of a row's optimizer state."""
+
+_WIDE = (workload.WIDTH, *(width for width in workload.OVER_ARCH if width >= LEAST_WIDTH))
+_NUM_WIDE_PARAMETERS = sum(a * b for a, b in itertools.pairwise(_WIDE))
+"""Parameters of the layers whose products are in 8 bits for a precision of ``fp8``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,29 +57,32 @@ def floor_seconds(
     optimizer: str,
     precision: str,
     wire: str,
+    rows: str = "fp32",
 ) -> float:
     """For one of ``num_ranks`` GPUs, the tables' work divided evenly between them.
 
     Args:
         size: samples of each rank.
         num_unique: rows that all samples touch.
-        optimizer, precision, wire: as in :class:`bench.step.setting.StepSetting`.
+        optimizer, precision, wire, rows: as in :class:`bench.step.setting.StepSetting`.
     """
     num_dense = workload.NUM_DENSE_PARAMETERS
-    act_bytes = 2 if precision == "bf16" else 4
+    is_half = precision in ("bf16", "fp8")
+    act_bytes = 2 if is_half else 4
     wire_bytes = {"fp32": 4, "fp8": 1}.get(wire, 2)
-    row_bytes = 4 * workload.DIM
+    row_bytes = (2 if rows == "bf16" else 4) * workload.DIM
     num_ids = size * sum(workload.HOTNESS)
     vectors = size * len(workload.KEYS) * workload.DIM
     # Rows that several ids share are read once, as far as the cache reaches.
     lookup = min(num_ids, num_unique / num_ranks) * row_bytes + vectors * act_bytes
     state_bytes = 4 * STATE_ELEMENTS[optimizer]
     update = num_unique / num_ranks * 2 * (row_bytes + state_bytes) + vectors * act_bytes
-    flops_rate = rates.flops if precision == "bf16" else rates.flops / 2
-    dense = max(
-        size * workload.FLOPS_PER_SAMPLE / flops_rate, 3 * num_dense * act_bytes / rates.bytes
-    )
-    shadow_bytes = 2 if precision == "bf16" else 0
+    flops_rate = rates.flops if is_half else rates.flops / 2
+    flops = workload.FLOPS_PER_SAMPLE
+    if precision == "fp8":  # twice the rate, for all but the gradients of weights
+        flops -= 2 * (2 * _NUM_WIDE_PARAMETERS) / 2
+    dense = max(size * flops / flops_rate, 3 * num_dense * act_bytes / rates.bytes)
+    shadow_bytes = 2 if is_half else 0
     states = 0 if optimizer == "sgd" else 2
     dense_update = num_dense * (8 + 4 * states + act_bytes + shadow_bytes)
     on_gpu = dense + (lookup + update + dense_update) / rates.bytes

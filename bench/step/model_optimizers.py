@@ -42,4 +42,4 @@ def make_optimizers(model: nn.Module, setting: StepSetting) -> ModelOptimizers:
 
 def half_precision(setting: StepSetting) -> torch.dtype | None:
     """The dtype of ``torch.autocast`` around the model; None where it computes in float32."""
-    return torch.bfloat16 if setting.precision == "bf16" else None
+    return torch.bfloat16 if setting.precision in ("bf16", "fp8") else None

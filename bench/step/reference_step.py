@@ -4,6 +4,7 @@ Only the rows that the batches touch are made, so whole tables fit wherever they
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,17 +14,20 @@ from torch import Tensor, nn
 
 from bench.data import dlrm_dcnv2 as workload
 from bench.dense.dense_part import DensePart, plain
+from bench.step.model_optimizers import half_precision
 from bench.step.setting import StepSetting
 from torchembed.core.random_bits import random_bits, random_uniform
 from torchembed.data import Batch
+from torchembed.modules import use_float8_products
 from torchembed.ops.row_codec import decode_rows, encode_rows
 from torchembed.tables.table import TableSpec
 
-LARGEST_ROUNDING = {"bf16": 2**-8, "tf32": 2**-10, "fp32": 2**-20}
+LARGEST_ROUNDING = {"bf16": 2**-8, "fp8": 2**-8, "tf32": 2**-10, "fp32": 2**-20}
 """Largest relative rounding of a loss; in float32 that of a sum of some thousand numbers."""
 
 
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+ROW_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Expected(NamedTuple):
@@ -31,8 +35,8 @@ class Expected(NamedTuple):
 
     losses: list[list[float]]
     """``[steps][ranks]``."""
-    tolerance: dict[tuple[str, str], float]
-    """Tolerance by the precisions of the dense part and of the wire."""
+    tolerance: dict[StepSetting, float]
+    """Tolerance in the precisions of a setting."""
 
 
 def dense_values(setting: StepSetting) -> list[Tensor]:
@@ -51,24 +55,25 @@ def dense_values(setting: StepSetting) -> list[Tensor]:
 def expected_losses(
     setting: StepSetting,
     steps: Sequence[Sequence[Batch]],
-    precisions: Sequence[tuple[str, str]],
+    compared: Sequence[StepSetting],
 ) -> Expected:
     """Train on ``steps``, each the batches of all ranks, with the dense part in float64.
 
-    A tolerance is twice the largest error of plain PyTorch's own losses in these precisions, of the
-    dense part and of the wire, and one rounding of a loss.
+    Each of the settings ``compared``, which differ from ``setting`` in their precisions, gets a
+    tolerance: twice the largest error of plain PyTorch's own losses in the precisions of the dense
+    part, the wire and the rows, and one rounding of a loss.
     """
     device = setting.device
     steps = [[_moved(batch, device) for batch in of_ranks] for of_ranks in steps]
     dense = dense_values(setting)
-    true = _losses(setting, steps, dense, "fp64", "fp32")
+    right = dataclasses.replace(setting, precision="fp64", wire="fp32", rows="fp32")
+    true = _losses(right, steps, dense)
     exact = torch.tensor(true, dtype=torch.float64)
     tolerance = {}
-    for precision, wire in dict.fromkeys(precisions):
-        losses = _losses(setting, steps, dense, precision, wire)
-        found = torch.tensor(losses, dtype=torch.float64)
-        rounding = LARGEST_ROUNDING[precision] * exact.abs().max()
-        tolerance[precision, wire] = float(2 * (found - exact).abs().max() + rounding)
+    for each in dict.fromkeys(compared):
+        found = torch.tensor(_losses(each, steps, dense), dtype=torch.float64)
+        rounding = LARGEST_ROUNDING[each.precision] * exact.abs().max()
+        tolerance[each] = float(2 * (found - exact).abs().max() + rounding)
     return Expected(true, tolerance)
 
 
@@ -80,8 +85,6 @@ def _losses(
     setting: StepSetting,
     steps: list[list[Batch]],
     dense: list[Tensor],
-    precision: str,
-    wire: str,
 ) -> list[list[float]]:
     ids = [_ids_by_table([batch.sparse.values for batch in of_ranks]) for of_ranks in steps]
     tables, places = [], []
@@ -89,13 +92,15 @@ def _losses(
         rows, inverse = torch.cat(of_steps).unique(return_inverse=True)
         places.append(inverse.split([len(of_step) for of_step in of_steps]))
         tables.append(nn.Parameter(_initial_rows(config.spec(setting.seed), rows)))
-    part = dense_part(dense, precision)
+    part = dense_part(dense, setting.precision)
     rule = _rule(setting, [*tables, *part.parameters()], len(tables))
     losses = []
-    with _matmul_precision(precision):
+    with _matmul_precision(setting.precision):
         for number, of_ranks in enumerate(steps):
             of_step = [of_table[number] for of_table in places]
-            losses.append(_step(part, tables, of_step, of_ranks, precision, wire))
+            for table in tables:
+                table.data = table.data.to(ROW_DTYPES[setting.rows]).float()
+            losses.append(_step(part, tables, of_step, of_ranks, setting))
             rule()
     return losses
 
@@ -121,11 +126,13 @@ def _initial_rows(spec: TableSpec, rows: Tensor) -> Tensor:
 
 def dense_part(dense: list[Tensor], precision: str) -> DensePart:
     """The dense part by plain PyTorch, with the values of :func:`dense_values`; in float64 for a
-    ``precision`` of ``fp64``."""
+    ``precision`` of ``fp64``, and with wide layers in 8 bits for one of ``fp8``."""
     part = plain().to(dense[0].device, torch.float64 if precision == "fp64" else torch.float32)
     with torch.no_grad():
         for parameter, value in zip(part.parameters(), dense, strict=True):
             parameter.copy_(value)
+    if precision == "fp8":
+        use_float8_products(part)
     return part
 
 
@@ -134,8 +141,7 @@ def _step(
     tables: list[nn.Parameter],
     places: list[Tensor],
     of_ranks: list[Batch],
-    precision: str,
-    wire: str,
+    setting: StepSetting,
 ) -> list[float]:
     """Each rank's loss; leaves the mean of their gradients."""
     losses = []
@@ -147,13 +153,14 @@ def _step(
             ],
             dim=1,
         )
-        exact = precision == "fp64"
-        if wire in WIRES:
-            pooled = _RoundedOnWire.apply(pooled, WIRES[wire])
+        exact = setting.precision == "fp64"
+        if setting.wire in WIRES:
+            pooled = _RoundedOnWire.apply(pooled, WIRES[setting.wire])
         pooled = pooled.double() if exact else pooled
         assert batch.dense is not None
         dense, labels = (t.double() if exact else t for t in (batch.dense, batch.labels))
-        with torch.autocast(pooled.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        half = half_precision(setting)
+        with torch.autocast(pooled.device.type, half, enabled=half is not None):
             loss = part(dense, pooled, labels)
         (loss / len(of_ranks)).backward()
         losses.append(loss.item())

@@ -15,13 +15,15 @@ class StepSetting:
     ids: str
     optimizer: str
     precision: str
-    """Precision of the dense part: ``bf16``, ``tf32`` or ``fp32``. Rows and their state are
-    fp32."""
+    """Precision of the dense part: ``bf16``, ``tf32`` or ``fp32``; or ``fp8``, which is bf16 but
+    for the products of wide linear layers."""
     wire: str
     """Precision of vectors and gradients between ranks: ``bf16``, ``fp32``, or TorchRec's
     ``fp16``."""
     max_rows: int | None
     device: torch.device
+    rows: str = "fp32"
+    """Precision of rows, ``fp32`` or ``bf16``; their state is fp32."""
     transport: str = "collective"
     """Exchange of torchembed's vectors and gradients: ``collective`` or ``push``."""
     lr: float = 0.0005

@@ -17,10 +17,12 @@ from bench.planning.step_costs import (
     wire_precision,
 )
 from bench.step.model_optimizers import half_precision, make_optimizers
+from bench.step.reference_step import ROW_DTYPES
 from bench.step.setting import StepSetting
 from bench.step.stages import stage_milliseconds
 from torchembed import Dynamic, plan_embeddings, shard_embeddings
 from torchembed.data import Batch
+from torchembed.modules import use_float8_products
 from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.sharding import CPU, Topology, WireTransport
 from torchembed.sharding.planning.topology import GPUS
@@ -37,14 +39,17 @@ class TorchembedStep:
 
     def __init__(self, setting: StepSetting, dynamic: Dynamic | None = None) -> None:
         device, num_ranks = setting.device, dist.get_world_size()
+        half = half_precision(setting)
         self.model = workload.make_model(
-            workload.table_configs(setting.max_rows, dynamic),
+            workload.table_configs(setting.max_rows, dynamic, dtype=ROW_DTYPES[setting.rows]),
             workload.DENSE_SIZES,
             table_device=device if num_ranks == 1 else "meta",
             device=device,
             seed=setting.seed,
-            output_dtype=torch.bfloat16 if setting.precision == "bf16" else torch.float32,
+            output_dtype=torch.float32 if half is None else half,
         )
+        if setting.precision == "fp8":
+            use_float8_products(self.model)
         planner = make_planner(
             setting.batch_size, setting.ids, setting.optimizer, setting.precision, setting.max_rows
         )
@@ -67,7 +72,6 @@ class TorchembedStep:
         if mesh is not None:
             shard_embeddings(self.model, mesh, plan=planner, wire=wire, transport=transport)
         self._of_tables, self._of_dense = make_optimizers(self.model, setting)
-        half = half_precision(setting)
         self._autocast = torch.autocast(device.type, half, enabled=half is not None)
         self._pipeline = TrainPipeline(
             self.model,

@@ -38,12 +38,14 @@ from torchembed.data import Batch
 SYSTEMS = (
     *("torchembed", "torchembed_dynamic", "torchrec", "torchrec_tuned", "torchembed_tf32"),
     *("drop_in", "drop_in_pipeline", "torchrec_bf16", "drop_in_pipeline_bf16"),
+    *("torchembed_bf16_rows", "torchembed_fp8_products"),
 )
 """``torchembed_dynamic``: every table is dynamic, with room for as many ids as static ones have
 rows. ``torchrec_tuned``: fp16 on the wire, and its fused pipeline. ``torchembed_tf32``: in
 TorchRec's own precision, with its fp32 wire. ``drop_in``: TorchRec with torchembed's sharder;
 ``drop_in_pipeline``: and with its pipeline. TorchRec's model computes in tf32, or, where the name
-says so, in bf16 under ``torch.autocast``."""
+says so, in bf16 under ``torch.autocast``. ``torchembed_bf16_rows``: rows in bf16, too, rounded
+stochastically; ``torchembed_fp8_products``: products of wide linear layers in 8 bits."""
 NUM_CHECKED, NUM_PASSES = 2, 3
 """Batches whose losses are checked, and how often they are taken in turn: what the updates of one
 pass made of the rows, the next one looks up; from the fourth step on our steps are graphs."""
@@ -143,7 +145,7 @@ class Bench:
         names = [s for s in self._config.systems if self._on_gpu or s != "torchrec_tuned"]
         settings = {name: setting_of(name, setting) for name in names}
         batches = [self._batch(setting, step, dist.get_rank()) for step in range(self._num_batches)]
-        expected = self._expected(setting, [(o.precision, o.wire) for o in settings.values()])
+        expected = self._expected(setting, list(settings.values()))
         dense = dense_values(setting)
         free_memory()
         for name, own in settings.items():
@@ -178,6 +180,7 @@ class Bench:
             "max_rows": setting.max_rows,
             "optimizer": setting.optimizer,
             "precision": setting.precision,
+            "rows": setting.rows,
             "wire": setting.wire,
             "transport": setting.transport if _has_transport(name) else None,
         }
@@ -202,7 +205,7 @@ class Bench:
         number = step * dist.get_world_size() + rank
         return workload.make_batch(setting.ids, setting.batch_size, setting.max_rows, number)
 
-    def _expected(self, setting: StepSetting, precisions: Sequence[tuple[str, str]]) -> Expected:
+    def _expected(self, setting: StepSetting, compared: Sequence[StepSetting]) -> Expected:
         """The right losses, and the rows of a step for its floor, from the first rank."""
         found: list[tuple[Expected, int] | None] = [None]
         if dist.get_rank() == 0:
@@ -210,7 +213,7 @@ class Bench:
             checked = [
                 [self._batch(setting, step, r) for r in ranks] for step in range(NUM_CHECKED)
             ]
-            losses = expected_losses(setting, checked * NUM_PASSES, precisions)
+            losses = expected_losses(setting, checked * NUM_PASSES, compared)
             found[0] = losses, num_unique_rows(checked[0], self._device)
         dist.broadcast_object_list(found, 0)
         assert found[0] is not None
@@ -235,7 +238,7 @@ class Bench:
         losses = [float(system.step(stream)) for _ in checked]
         set_up_seconds = time.perf_counter() - start
         row = {**self._about(name, setting), "set_up_seconds": set_up_seconds}
-        limit = expected.tolerance[setting.precision, setting.wire]
+        limit = expected.tolerance[setting]
         error, problem = self._error(losses, expected, limit)
         row |= {"loss_error": error, "loss_tolerance": limit}
         if problem is not None:
@@ -264,6 +267,7 @@ class Bench:
                     optimizer=setting.optimizer,
                     precision=setting.precision,
                     wire=setting.wire,
+                    rows=setting.rows,
                 )
                 row |= {"floor_ms": 1e3 * floor, "floor_fraction": 1e3 * floor / median}
         return row
@@ -328,13 +332,17 @@ def setting_of(name: str, setting: StepSetting) -> StepSetting:
     """``setting`` in the precisions of the system."""
     if name in ("torchembed", "torchembed_dynamic"):
         return setting
+    if name == "torchembed_bf16_rows":
+        return dataclasses.replace(setting, rows="bf16")
+    if name == "torchembed_fp8_products":
+        return dataclasses.replace(setting, precision="fp8")
     wire = "fp16" if name == "torchrec_tuned" else "fp32"
     precision = "bf16" if name.endswith("_bf16") else "tf32"
     return dataclasses.replace(setting, precision=precision, wire=wire)
 
 
 def _has_transport(name: str) -> bool:
-    is_ours = name in ("torchembed", "torchembed_dynamic")
+    is_ours = name.startswith("torchembed") and name != "torchembed_tf32"
     return is_ours or name.startswith("drop_in_pipeline")
 
 

@@ -1,6 +1,7 @@
 """``bench.step.train_step`` on one process: what it prints was checked against plain PyTorch."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from bench.planning.step_floor import RATES, floor_seconds, num_unique_rows
-from bench.step import train_step
+from bench.step import reference_step, torchembed_step, train_step
 from bench.step.reference_step import expected_losses
 from bench.step.setting import StepSetting
 from bench.step.torchembed_step import TorchembedStep
 from tests.support.small_dense_part import shrink_dense_part
 from tests.support.tolerance import relative_error
+from torchembed.modules import use_float8_products
 
 CONFIG = train_step.Config(
     batch_sizes=(16,), ids=("zipf",), systems=("torchembed_tf32",), max_rows=100,
@@ -42,11 +44,19 @@ def test_a_figure_is_there_only_where_losses_are_right(
 ) -> None:
     monkeypatch.setattr(train_step, "NUM_PASSES", 1)
     output = tmp_path / "steps.json"
-    systems = (*CONFIG.systems, "torchembed_dynamic")
+    others = ("torchembed_dynamic", "torchembed_bf16_rows", "torchembed_fp8_products")
+    systems = (*CONFIG.systems, *others)
+    of_narrow = functools.partial(use_float8_products, least_width=16)
+    for module in (reference_step, torchembed_step):
+        monkeypatch.setattr(module, "use_float8_products", of_narrow)
     train_step.Bench(dataclasses.replace(CONFIG, output=output, systems=systems), CPU).run()
-    row, of_dynamic = json.loads(output.read_text())["rows"]
-    assert 0 < of_dynamic["loss_error"] <= of_dynamic["loss_tolerance"]
-    assert of_dynamic["ms_median"] > 0
+    row, *of_others = json.loads(output.read_text())["rows"]
+    assert [(each["precision"], each["rows"]) for each in of_others] == [
+        ("bf16", "fp32"), ("bf16", "bf16"), ("fp8", "fp32"),
+    ]  # fmt: skip
+    for each in of_others:
+        assert 0 < each["loss_error"] <= each["loss_tolerance"]
+        assert each["ms_median"] > 0
     assert {key: row[key] for key in ("system", "num_gpus", "ids", "precision", "wire")} == {
         "system": "torchembed_tf32", "num_gpus": 0, "ids": "zipf", "precision": "tf32",
         "wire": "fp32",
@@ -78,14 +88,15 @@ def test_the_reference_trains_the_ranks_samples_together() -> None:
         batch_size=8, ids="uniform", optimizer="sgd", precision="fp32", wire="fp32", max_rows=9,
         device=CPU,
     )  # fmt: skip
+    rounded = dataclasses.replace(setting, wire="bf16")
     both = train_step.workload.make_batch("uniform", 8, 9, 0)
     halves = [train_step.workload.make_batch("uniform", 4, 9, number) for number in range(2)]
     assert num_unique_rows([both], CPU) <= sum(train_step.workload.table_sizes(9))
-    found = expected_losses(setting, [halves] * 2, [("fp32", "fp32"), ("fp32", "bf16")])
+    found = expected_losses(setting, [halves] * 2, [setting, rounded])
     assert [len(of_ranks) for of_ranks in found.losses] == [2, 2]
     assert sum(found.losses[1]) < sum(found.losses[0])
-    assert 0 < found.tolerance["fp32", "fp32"] < 1e-4
-    assert found.tolerance["fp32", "fp32"] < found.tolerance["fp32", "bf16"] < 0.1
+    assert 0 < found.tolerance[setting] < 1e-4
+    assert found.tolerance[setting] < found.tolerance[rounded] < 0.1
 
 
 def test_the_floor_by_hand() -> None:
