@@ -1,4 +1,5 @@
-"""The Triton kernel of ``cached_lookup``.
+"""The Triton kernel of ``cached_lookup``; those of many ids at once are in
+:mod:`torchembed.triton_kernels.large_cached_lookup`.
 
 Byte floor for each id: 180 bytes to find it, as in :mod:`torchembed.triton_kernels.find_slots`; a
 sector of 32 bytes of its last use, read, and written once a call for each distinct row; its line
@@ -13,67 +14,20 @@ import torch
 import triton
 import triton.language as tl
 
-from torchembed.core.cached_lookups import (
-    SCALE_BYTES,
-    CachedLookup,
-    LookupResults,
-    empty_lookup,
-)
-from torchembed.core.hash_tables import BUCKET_SLOTS, Counter
+from torchembed.core.cached_lookups import CachedLookup, LookupResults, empty_lookup
+from torchembed.core.hash_tables import BUCKET_SLOTS
+from torchembed.triton_kernels.cached_lines import line_layout, line_views, load_line
 from torchembed.triton_kernels.find_slots import slots_of_keys
+from torchembed.triton_kernels.large_cached_lookup import launch_large_cached_lookup
 from torchembed.triton_kernels.launch_sizes import cdiv, next_power_of_2
-from torchembed.triton_kernels.rounding import as_float32
-from torchembed.triton_kernels.table_counters import count_by_table
+from torchembed.triton_kernels.lookup_notes import finish_notes, note_uses
 
-_HITS = tl.constexpr(int(Counter.HITS))
-_MISSES = tl.constexpr(int(Counter.MISSES))
+# From here on time is what memory and links take, not the chain of accesses and the launch.
+_LARGE_IDS = 1 << 15
 # Ids of a program: a bucket's digests of each are 16 bytes of each thread of 4 warps, and 2,000 ids
 # fill an H100's 132 multiprocessors.
 _BLOCK = 16
 _MOST_COLUMNS = 128
-_FIRST_OF_8_BITS = SCALE_BYTES
-_ONE_PROGRAM = tl.constexpr(1 << 32)
-
-
-@triton.jit
-def float8_as_float32(code):
-    """Float32 of each ``code``, the bits of a float8_e4m3fn as uint8; exact.
-
-    Example: 0x38 is 1, 0xC4 is -3, 0x01 is 2**-9, 0x7F is NaN.
-    """
-    bits = code.to(tl.int32)
-    exponent, fraction = (bits >> 3) & 15, bits & 7
-    normal = (((exponent + 120) << 23) | (fraction << 20)).to(tl.float32, bitcast=True)
-    size = tl.where(exponent == 0, fraction.to(tl.float32) * 0.001953125, normal)
-    size = tl.where((bits & 127) == 127, float("nan"), size)
-    return tl.where(bits >= 128, -size, size)
-
-
-@triton.jit
-def _load_line(
-    elements_ptr,
-    scales_ptr,
-    line,
-    inside,
-    column,
-    in_row,
-    STRIDE: tl.constexpr,
-    FIRST: tl.constexpr,
-    IS_FLOAT8: tl.constexpr,
-):
-    """Float32 ``[N, C]``: the columns of each ``line [N]`` that is ``inside``, zeros of others.
-
-    Example: int8, ``STRIDE = 8``, ``FIRST = 4``, scale 0.5 and codes 2 4 0 0: ``1 2``.
-    """
-    offset = line[:, None] * STRIDE + FIRST + column[None, :]
-    element = tl.load(elements_ptr + offset, mask=inside[:, None] & in_row[None, :], other=0)
-    if scales_ptr is None:
-        value = as_float32(element)
-    else:
-        value = float8_as_float32(element) if IS_FLOAT8 else element.to(tl.float32)
-        scale = tl.load(scales_ptr + line * (STRIDE // 4), mask=inside, other=0.0)
-        value *= scale[:, None]
-    return value
 
 
 @triton.jit(do_not_specialize=["num_ids"])
@@ -108,9 +62,6 @@ def _cached_lookup_kernel(
 ):
     """``slots[p]``: the slot of ``keys[p]`` in table ``tables[p]``, or the place behind the slots
     of that table; ``rows[p]``: the line there, or its copy.
-
-    The last program to count its missing ids writes their sum, brings ``progress`` back to 0 and
-    begins the next epoch, so that nothing need be set before a launch.
 
     Example: the one of :func:`torchembed.ops.cached_lookup.cached_lookup`.
     """
@@ -150,11 +101,11 @@ def _cached_lookup_kernel(
         for part in tl.static_range((DIM + BLOCK_D - 1) // BLOCK_D):
             column = part * BLOCK_D + tl.arange(0, BLOCK_D)
             in_row = column < DIM
-            value = _load_line(
+            value = load_line(
                 elements_ptr, scales_ptr, line, is_far, column, in_row, STRIDE, FIRST, IS_FLOAT8
             )
             if copy_of_line_ptr is not None:
-                near = _load_line(
+                near = load_line(
                     copies_ptr,
                     copy_scales_ptr,
                     copy,
@@ -169,34 +120,18 @@ def _cached_lookup_kernel(
             out_ptr = rows_ptr + position[:, None] * DIM + column[None, :]
             tl.store(out_ptr, value, mask=inside[:, None] & in_row[None, :])
 
-    if counters_ptr is not None:
-        count_by_table(table, is_hit, counters_ptr, _HITS, 1)
-        count_by_table(table, is_missing, counters_ptr, _MISSES, 1)
-    if touched_ptr is not None:
-        epoch = tl.load(epoch_ptr) + 1 + tl.zeros([BLOCK], tl.int64)
-        # Most positions of a frequent slot see that another one was faster, and spare the atomic.
-        seen = tl.load(touched_ptr + slot, mask=is_hit, other=0, cache_modifier=".cg")
-        tl.atomic_max(touched_ptr + slot, epoch, mask=is_hit & (seen < epoch), sem="relaxed")
+    note_uses(table, slot, is_hit, is_missing, counters_ptr, touched_ptr, epoch_ptr)
     num_missed = tl.sum(is_missing.to(tl.int64), axis=0)
-    # All threads have read the epoch before one of them may say that this program is done.
-    tl.debug_barrier()
-    before = tl.atomic_add(progress_ptr, num_missed + _ONE_PROGRAM)
-    if (before >> 32) == tl.num_programs(0) - 1:
-        tl.store(num_missing_ptr, (before & 0xFFFFFFFF) + num_missed)
-        tl.store(progress_ptr, 0)
-        if epoch_ptr is not None:
-            tl.atomic_add(epoch_ptr, 1, sem="relaxed")
+    finish_notes(num_missed, progress_ptr, num_missing_ptr, epoch_ptr)
 
 
 def launch_cached_lookup(call: CachedLookup) -> LookupResults:
     """``torchembed::cached_lookup``; see :func:`torchembed.ops.cached_lookup.cached_lookup`."""
+    num_ids = call.keys.numel()
+    if num_ids >= _LARGE_IDS:
+        return launch_large_cached_lookup(call)
     results = empty_lookup(call.keys, call.dim, reads=call.reads)
     rows, slots, is_missing, num_missing = results
-    num_ids, dtype = call.keys.numel(), call.line_dtype
-    is_scaled, is_float8 = dtype.itemsize == 1, dtype == torch.float8_e4m3fn
-    # The kernel takes the bits of what the interpreter has no type for.
-    kept = torch.uint8 if is_float8 else dtype
-    copies = call.copies
     with torch.cuda.device_of(call.keys):
         _cached_lookup_kernel[(max(1, cdiv(num_ids, _BLOCK)),)](
             call.keys,
@@ -204,10 +139,8 @@ def launch_cached_lookup(call: CachedLookup) -> LookupResults:
             call.digests,
             call.slot_keys,
             call.geometry,
-            call.lines.view(kept),
-            call.lines.view(torch.float32) if is_scaled else None,
-            None if copies is None else copies.view(kept),
-            copies.view(torch.float32) if copies is not None and is_scaled else None,
+            *line_views(call.lines, call.line_dtype),
+            *line_views(call.copies, call.line_dtype),
             call.copy_of_line,
             call.touched,
             call.epoch,
@@ -220,9 +153,7 @@ def launch_cached_lookup(call: CachedLookup) -> LookupResults:
             num_ids,
             READS=call.reads,
             DIM=call.dim,
-            STRIDE=call.lines.shape[1] // kept.itemsize,
-            FIRST=_FIRST_OF_8_BITS if is_scaled else 0,
-            IS_FLOAT8=is_float8,
+            **line_layout(call.lines, call.line_dtype)._asdict(),
             BUCKET=BUCKET_SLOTS,
             BLOCK=_BLOCK,
             BLOCK_D=min(next_power_of_2(call.dim), _MOST_COLUMNS),

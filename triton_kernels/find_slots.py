@@ -114,14 +114,18 @@ def _find_slots_kernel(
     tl.store(slots_ptr + position, slot, mask=inside)
 
 
-def launch_find_slots(
-    keys: Tensor, tables: Tensor, digests: Tensor, slot_keys: Tensor, geometry: Tensor
-) -> Tensor:
-    """``torchembed::find_slots``; see :func:`torchembed.ops.hash_table.find_slots`."""
-    slots = torch.empty_like(keys)
+def find_slots_into(
+    slots: Tensor,
+    keys: Tensor,
+    tables: Tensor,
+    digests: Tensor,
+    slot_keys: Tensor,
+    geometry: Tensor,
+) -> None:
+    """Write the result of :func:`launch_find_slots` to ``slots``, int64 ``[L]``."""
     num_ids = keys.numel()
     if num_ids == 0:
-        return slots
+        return
     with torch.cuda.device_of(keys):
         _find_slots_kernel[(cdiv(num_ids, _BLOCK),)](
             keys,
@@ -134,4 +138,12 @@ def launch_find_slots(
             BUCKET=BUCKET_SLOTS,
             BLOCK=_BLOCK,
         )
+
+
+def launch_find_slots(
+    keys: Tensor, tables: Tensor, digests: Tensor, slot_keys: Tensor, geometry: Tensor
+) -> Tensor:
+    """``torchembed::find_slots``; see :func:`torchembed.ops.hash_table.find_slots`."""
+    slots = torch.empty_like(keys)
+    find_slots_into(slots, keys, tables, digests, slot_keys, geometry)
     return slots

@@ -40,6 +40,7 @@ from torchembed.triton_kernels import (
     initialize_rows,
     insert_keys,
     jagged,
+    large_cached_lookup,
     linear,
     linearize_ids,
     low_rank_cross,
@@ -294,25 +295,28 @@ def launch_cached_lookup(dtype: torch.dtype, dim: int, options: bool) -> None:
     tables = empty_hash_tables([shape], Policy.LRU)
     lines = torch.zeros(shape.num_rows, line_bytes(dtype, dim), dtype=torch.uint8)
     copies = torch.zeros(shape.num_rows, dtype=torch.int32)
-    cached_lookup.launch_cached_lookup(
-        CachedLookup(
-            ids(),
-            ids(torch.int32),
-            tables.digests,
-            tables.keys,
-            tables.geometry,
-            lines,
-            dtype,
-            dim,
-            options,
-            lines if options else None,
-            copies if options else None,
-            tables.touched if options else None,
-            ids(count=1) if options else None,
-            tables.counters if options else None,
-            ids(count=1),
-        )
+    call = CachedLookup(
+        ids(),
+        ids(torch.int32),
+        tables.digests,
+        tables.keys,
+        tables.geometry,
+        lines,
+        dtype,
+        dim,
+        options,
+        lines if options else None,
+        copies if options else None,
+        tables.touched if options else None,
+        ids(count=1) if options else None,
+        tables.counters if options else None,
+        ids(count=1),
     )
+    cached_lookup.launch_cached_lookup(call)
+    large_cached_lookup.launch_large_cached_lookup(
+        call._replace(reads=True, copies=None, copy_of_line=None)
+    )
+    large_cached_lookup.launch_large_cached_lookup(call)
 
 
 def launch_initialize_rows(dim: int, dtype: torch.dtype, options: bool) -> None:
@@ -498,6 +502,15 @@ def test_moves_wait_for_a_link_with_many_accesses(ptx: dict[str, str]) -> None:
     # The two matrices of this width: four accesses of 16 bytes each, in each direction.
     for access in (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"):
         assert len(re.findall(access, text)) >= 16
+
+
+def test_lines_of_large_lookups_are_read_16_bytes_at_a_time(ptx: dict[str, str]) -> None:
+    launch_cached_lookup(torch.float32, 128, True)
+    text = ptx["_large_cached_lookup_read_kernel"]
+    # Four of each by programs that read from the host, and by those that read from the device.
+    for access in (r"ld\.global\S*\.v4\.b32", r"st\.global\S*\.v4\.b32"):
+        assert len(re.findall(access, text)) >= 8
+    assert not re.search(r"[ls][dt]\.local", text)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(256, torch.float32), (64, torch.float16)])

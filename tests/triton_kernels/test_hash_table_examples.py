@@ -5,21 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchembed.core.cached_lookups import CachedLookup
 from torchembed.core.hash_tables import BUCKET_SLOTS, Counter, Policy, SlotTouch, empty_results
 from torchembed.core.types import InitializerKind
 from torchembed.core.update_records import RowInitialization
-from torchembed.ops.hash_table.hashing import hash_keys, key_digests
+from torchembed.ops.hash_table.hashing import hash_keys
 from torchembed.triton_kernels import (
     erase_keys,
     insert_keys,
     key_bins,
     touch_slots,
-)
-from torchembed.triton_kernels.cached_lookup import (
-    _load_line,
-    float8_as_float32,
-    launch_cached_lookup,
 )
 from torchembed.triton_kernels.find_slots import _place_in_bucket, launch_find_slots
 from torchembed.triton_kernels.hash_places import buckets_of_hash
@@ -340,63 +334,3 @@ def test_initialize_rows(device: torch.device) -> None:
         )
     )
     assert weight.tolist() == [[0, 0], [0, 0], [7, 7]]
-
-
-def test_cached_lookup(device: torch.device) -> None:
-    geometry = longs(device, 0, 1, 1, 2).reshape(1, 4)
-    digest = key_digests(longs(device, 7))
-    digests = torch.cat([torch.zeros_like(digest), digest, torch.zeros_like(digest)])
-    lines = torch.tensor([[1.0], [2.0], [9.0]], device=device).view(torch.uint8)
-    progress = longs(device, 0)
-    rows, slots, is_missing, num_missing = launch_cached_lookup(
-        CachedLookup(
-            longs(device, 7, 8, 7),
-            integers(device, 0, 0, -1),
-            digests,
-            longs(device, 0, 7, 0),
-            geometry,
-            lines,
-            torch.float32,
-            1,
-            True,
-            None,
-            None,
-            None,
-            None,
-            None,
-            progress,
-        )
-    )
-    assert rows.tolist() == [[2], [9], [0]] and slots.tolist() == [1, 2, -1]
-    assert (is_missing.tolist(), num_missing.tolist()) == ([False, True, False], [1])
-    assert progress.tolist() == [0]
-
-
-@triton.jit
-def _float8_kernel(codes_ptr, out_ptr):
-    place = tl.arange(0, 256)
-    tl.store(out_ptr + place, float8_as_float32(tl.load(codes_ptr + place)))
-
-
-def test_float8_as_float32(device: torch.device) -> None:
-    codes = torch.arange(256, dtype=torch.uint8, device=device)
-    out = torch.zeros(256, device=device)
-    _float8_kernel[(1,)](codes, out)
-    expected = codes.cpu().view(torch.float8_e4m3fn).float()
-    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-    assert out[[0x38, 0xC4, 0x01]].tolist() == [1.0, -3.0, 2.0**-9]
-
-
-@triton.jit
-def _line_kernel(codes_ptr, scales_ptr, out_ptr):
-    line, column = tl.arange(0, 1).to(tl.int64), tl.arange(0, 2)
-    value = _load_line(codes_ptr, scales_ptr, line, line >= 0, column, column < 2, 8, 4, False)
-    tl.store(out_ptr + column[None, :], value)
-
-
-def test_load_line(device: torch.device) -> None:
-    codes = torch.tensor([0, 0, 0, 0, 2, 4, 0, 0], dtype=torch.int8, device=device)
-    codes[:4] = torch.tensor([0.5], device=device).view(torch.int8)
-    out = torch.zeros(2, device=device)
-    _line_kernel[(1,)](codes, codes.view(torch.float32), out)
-    assert out.tolist() == [1, 2]

@@ -119,7 +119,7 @@ class CacheGroup:
     ) -> FoundLines:
         """Find the rows of ``keys``, int64 ``[L]``, of ``tables``, int32 ``[L]``: -1 where there is
         no id; read them where ``reads``, as float32. Where it ``is_use`` they are recent from then
-        on, and counted as hits and misses. One launch of a GPU."""
+        on, and counted as hits and misses. One call of :func:`cached_lookup`."""
         return cached_lookup(
             self.hash_tables,
             keys,

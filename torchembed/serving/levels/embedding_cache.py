@@ -161,7 +161,7 @@ class EmbeddingCache:
     def find(
         self, keys: Tensor, tables: Tensor, *, is_use: bool = True, reads: bool = False
     ) -> FoundRows:
-        """Find the rows of ids: one launch for each group and device.
+        """Find the rows of ids: one call of :func:`cached_lookup` for each group and device.
 
         Args:
             keys: int64 ``[L]``.
@@ -198,8 +198,8 @@ class EmbeddingCache:
     def look_up(self, keys: Tensor, tables: Tensor) -> CachedRows:
         """Look up the rows of ids that are cached, without any level below: a pure function of
         tensors of static shapes, which waits for nothing and may be captured in a CUDA graph.
-        Whoever replays that is inside :attr:`access` as if it called this. Of tables of one dim and
-        format on one GPU it is one launch.
+        Whoever replays that is inside :attr:`access` as if it called this. Of few ids in tables of
+        one dim and format on one GPU it is one launch.
 
         Args:
             keys: int64 ``[L]`` on :attr:`device`.
