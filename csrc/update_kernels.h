@@ -9,8 +9,20 @@
 
 namespace torchembed::TORCHEMBED_ISA {
 
-// The key of a row's rounding bits at this step, whose counters are the columns.
-inline uint64_t rounding_key(const RoundingKeys& rounding, int64_t row) {
+// What a row's rounding bits at one step are drawn from.
+struct RowRounding {
+  uint64_t key = 0;          // its counters are the groups of four columns
+  int64_t first_column = 0;  // the column's place in its group that the row begins with, below 4
+
+  // Random bits for a column of the row, of which the upper 16 count: the columns of a group take
+  // one 16 bits after the other of the 64 that are drawn for them.
+  TORCHEMBED_INLINE uint64_t bits(int64_t column) const {
+    const uint64_t place = (uint64_t)(first_column + column);
+    return random_bits(key, place / 4) << place % 4 * 16;
+  }
+};
+
+inline RowRounding row_rounding(const RoundingKeys& rounding, int64_t row) {
   int64_t table = 0, after = rounding.num_tables;
   while (after - table > 1) {
     const int64_t middle = (table + after) / 2;
@@ -19,7 +31,7 @@ inline uint64_t rounding_key(const RoundingKeys& rounding, int64_t row) {
   const uint64_t row_key = random_bits((uint64_t)rounding.row_keys[table], (uint64_t)row);
   const uint64_t key = random_bits(row_key, rounding.step);
   const int64_t first_column = rounding.first_columns ? rounding.first_columns[table] : 0;
-  return shifted_key(key, (uint64_t)first_column);
+  return {shifted_key(key, (uint64_t)first_column / 4), first_column % 4};
 }
 
 // Stochastic rounding: x as a value of Element, rounded up or down with probability proportional to
@@ -46,11 +58,12 @@ TORCHEMBED_INLINE float with_noise(float x, uint64_t random, const Half*) {
 }
 
 template <class Element>
-TORCHEMBED_INLINE Floats with_noise(Floats x, uint64_t key, int64_t column, const Element* type) {
+TORCHEMBED_INLINE Floats with_noise(Floats x, const RowRounding& rounding, int64_t column,
+                                    const Element* type) {
   float lanes[kLanes];
   store(lanes, x, AllLanes{});
   for (int lane = 0; lane < kLanes; ++lane) {
-    lanes[lane] = with_noise(lanes[lane], random_bits(key, (uint64_t)(column + lane)), type);
+    lanes[lane] = with_noise(lanes[lane], rounding.bits(column + lane), type);
   }
   return load(lanes, AllLanes{});
 }
@@ -98,7 +111,7 @@ void update_rows_of(const RowUpdates& op, int64_t first, int64_t last, const flo
       op.state0[row] += sum_of_lanes(squares) / (float)dim;
       divisor = __builtin_sqrtf(op.state0[row]) + rule.eps;
     }
-    const uint64_t key = stochastic ? rounding_key(op.rounding, row) : 0;
+    const RowRounding rounding = stochastic ? row_rounding(op.rounding, row) : RowRounding{};
     for_each_vector(dim, [&](int64_t column, auto lanes) {
       const Floats old = load(weight + column, lanes);
       const Floats gradient = gradient_at(column, old, lanes);
@@ -121,7 +134,7 @@ void update_rows_of(const RowUpdates& op, int64_t first, int64_t last, const flo
       }
       Floats updated = old - change;
       if constexpr (sizeof(Element) == 2) {
-        if (stochastic) updated = with_noise(updated, key, column, weight);
+        if (stochastic) updated = with_noise(updated, rounding, column, weight);
       }
       store(weight + column, updated, lanes);
     });

@@ -63,7 +63,8 @@ def _rowwise_update_adam_step_kernel(
 def _rounding_bits(
     row, columns, row_offsets_ptr, row_keys_ptr, first_columns_ptr, num_tables, step
 ):
-    """64 random bits for each element, a function of table, row, step and column alone."""
+    """Random bits for each element, a function of table, row, step and column alone: its own 16
+    of the 64 that four columns share, upmost."""
     # The last table that begins at or before the row, so never one without rows.
     table = count_not_above(row_offsets_ptr, num_tables, row, 1, 1) - 1
     row_key = random_bits(tl.load(row_keys_ptr + table), row)
@@ -71,7 +72,7 @@ def _rounding_bits(
     column = columns[None, :]
     if first_columns_ptr is not None:
         column += tl.load(first_columns_ptr + table)[:, None]
-    return random_bits(step_key[:, None], column)
+    return random_bits(step_key[:, None], column >> 2) << ((column & 3) * 16).to(tl.uint64)
 
 
 @triton.jit

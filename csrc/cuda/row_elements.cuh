@@ -217,19 +217,19 @@ __device__ float sum_squares_of_narrow_row(const Elements<kDim>& row) {
 
 // The same where the Triton kernel's threads have eight neighbouring elements, as they have of rows
 // of 16 bits: eight neighbouring elements one after the other, then the 32 such sums of two parts,
-// then the pairs of parts. Of eight neighbouring elements an even lane has the first four and the
-// next lane the others, so the odd lanes' sums count.
+// or the 16 of a single one, then the pairs of parts. Of eight neighbouring elements an even lane
+// has the first four and the next lane the others, so the odd lanes' sums count.
 template <int kDim>
 __device__ float sum_squares_by_eights(const Elements<kDim>& row) {
   using Shape = RowShape<kDim>;
-  constexpr int kPairs = Shape::kParts / 2;
-  static_assert(kPairs * 2 == Shape::kParts);
+  constexpr int kOfPair = Shape::kParts == 1 ? 1 : 2, kPairs = Shape::kParts / kOfPair;
+  static_assert(kPairs * kOfPair == Shape::kParts);
   float sums[kPairs];
 #pragma unroll
   for (int pair = 0; pair < kPairs; ++pair) {
     float both = 0.0f;
 #pragma unroll
-    for (int part = 2 * pair; part < 2 * pair + 2; ++part) {
+    for (int part = kOfPair * pair; part < kOfPair * (pair + 1); ++part) {
       const float* const at = row.at + part * Shape::kVector;
       float first = at[0] * at[0];
 #pragma unroll
@@ -237,7 +237,7 @@ __device__ float sum_squares_by_eights(const Elements<kDim>& row) {
       float sum = __shfl_up_sync(kAllLanes, first, 1);
 #pragma unroll
       for (int i = 0; i < Shape::kVector; ++i) sum += at[i] * at[i];
-      both = part == 2 * pair ? sum : both + sum;
+      both = part == kOfPair * pair ? sum : both + sum;
     }
 #pragma unroll
     for (int apart = kLanes / 2; apart > 1; apart /= 2) {

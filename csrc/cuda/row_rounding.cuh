@@ -17,18 +17,17 @@
 namespace torchembed {
 namespace {
 
-// `value` as a Value, by the upper bits of `random`: noise below the last bit that Value keeps is
-// added, and the sum is cut off. What Value holds stays; infinities, NaN and float16's overflow are
-// rounded to nearest.
+// `value` as a Value, by the upper 16 bits of `random`: noise below the last bit that Value keeps
+// is added, and the sum is cut off. What Value holds stays; infinities, NaN and float16's overflow
+// are rounded to nearest.
 template <class Value>
-__device__ float rounded_at_random(float value, uint64_t random) {
+__device__ float rounded_at_random(float value, uint32_t random) {
   const uint32_t bits = __float_as_uint(value);
   const bool is_finite = (bits & 0x7F800000u) != 0x7F800000u;
-  const uint32_t upper = static_cast<uint32_t>(random >> 32);
   if constexpr (std::is_same_v<Value, __nv_bfloat16>) {
-    return is_finite ? __uint_as_float((bits + (upper >> 16)) & 0xFFFF0000u) : value;
+    return is_finite ? __uint_as_float((bits + (random >> 16)) & 0xFFFF0000u) : value;
   } else {
-    const uint32_t noise = upper >> 19;
+    const uint32_t noise = random >> 19;
     const float normal = __uint_as_float((bits + noise) & 0xFFFFE000u);
     // Below 2**-14 float16 is spaced evenly, by 2**-24.
     const float steps = floorf(fabsf(value) * 0x1p24f + static_cast<float>(noise) * 0x1p-13f);
@@ -39,11 +38,14 @@ __device__ float rounded_at_random(float value, uint64_t random) {
   }
 }
 
-// How a row of Values is rounded; nothing for float.
+// How a row of Values is rounded; nothing for float. Four columns that follow a multiple of four
+// take one 16 bits after the other of the 64 random ones that are drawn for them, the upper ones
+// first.
 template <class Value>
 struct RowRounding {
   bool is_random = false;
-  uint64_t key = 0;  // of the row and the step
+  int first_column = 0;  // its place among the four columns of its group
+  uint64_t key = 0;      // of the row and the step, for the groups from that of the first column on
 
   // Finds the key of `row`. All lanes may have rows of their own.
   __device__ void find(const RowUpdate& update, int row) {
@@ -58,13 +60,17 @@ struct RowRounding {
     }
     const int64_t step = static_cast<int64_t>(*update.step);
     key = random_bits_of(random_bits_of(update.row_keys[table], row), step);
-    // A key's bits of column c + n are those of another key of column c.
-    if (update.first_columns != nullptr) key += update.first_columns[table] * kRandomStep;
+    if (update.first_columns == nullptr) return;
+    // A key's bits of group g + n are those of another key of group g.
+    const uint64_t first = update.first_columns[table];
+    key += first / 4 * kRandomStep;
+    first_column = first % 4;
   }
 
   // The same as held by `lane`.
   __device__ RowRounding of_lane(int lane) const {
-    return {is_random, __shfl_sync(kAllLanes, key, lane)};
+    return {is_random, __shfl_sync(kAllLanes, first_column, lane),
+            __shfl_sync(kAllLanes, key, lane)};
   }
 
   // Stores the elements of the lane to its place in the row.
@@ -72,11 +78,16 @@ struct RowRounding {
   __device__ void store(Value* row, Elements<kDim> elements) const {
     using Shape = RowShape<kDim>;
     if (is_random) {
-      const uint64_t first = Shape::kVector * lane_of_warp();
-      elements.for_each([&](float value, int i) {
-        const int column = i / Shape::kVector * Shape::kPart + i % Shape::kVector;
-        return rounded_at_random<Value>(value, random_bits_of(key, first + column));
-      });
+      static_assert(Shape::kVector == 4 && Shape::kPart % 4 == 0);
+#pragma unroll
+      for (int part = 0; part < Shape::kParts; ++part) {
+        const uint64_t random = bits_of_four(part * Shape::kPart / 4 + lane_of_warp());
+        float* const at = elements.at + part * Shape::kVector;
+#pragma unroll
+        for (int i = 0; i < Shape::kVector; ++i) {
+          at[i] = rounded_at_random<Value>(at[i], static_cast<uint32_t>(random << 16 * i >> 32));
+        }
+      }
     }
 #pragma unroll
     for (int part = 0; part < Shape::kParts; ++part) {
@@ -87,6 +98,16 @@ struct RowRounding {
   }
 
  private:
+  // The random bits of columns [4 * four, 4 * four + 4) of the row.
+  __device__ uint64_t bits_of_four(int four) const {
+    uint64_t bits = random_bits_of(key, four);
+    if (first_column != 0) {  // they are in two groups
+      bits <<= 16 * first_column;
+      bits |= random_bits_of(key, four + 1) >> (64 - 16 * first_column);
+    }
+    return bits;
+  }
+
   static __device__ uint32_t pair(float low, float high) {
     if constexpr (std::is_same_v<Value, __nv_bfloat16>) {
       const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);

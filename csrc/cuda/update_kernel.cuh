@@ -19,6 +19,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "arrivals.cuh"
 #include "row_step.cuh"
@@ -40,11 +41,11 @@ constexpr int kStages = 4;
 // Shared memory of a block, of the GPU that has the most: with more warps than fit there, registers
 // would be kept free for nobody.
 constexpr int kMostSharedBytes = 227 * 1024;
-template <class Grad, int kDim, Rule kRule>
-constexpr int kBytesOfWarp = kStages * Arrivals<float, Grad, kDim, kRule>::kStageBytes;
-template <class Grad, int kDim, Rule kRule>
+template <class Value, class Grad, int kDim, Rule kRule>
+constexpr int kBytesOfWarp = kStages * Arrivals<Value, Grad, kDim, kRule>::kStageBytes;
+template <class Value, class Grad, int kDim, Rule kRule>
 constexpr int kMostWarpsOf =
-    std::min(kMostWarps, kMostSharedBytes / kBytesOfWarp<Grad, kDim, kRule>);
+    std::min(kMostWarps, kMostSharedBytes / kBytesOfWarp<Value, Grad, kDim, kRule>);
 // Blocks of a cluster, which the GPU places on neighbouring multiprocessors. The kernel needs no
 // cluster itself. But matrix products that run concurrently do, and would have to wait for whole
 // free neighbourhoods if blocks of this kernel were scattered over all of them.
@@ -99,10 +100,10 @@ __device__ void sum_chunk(const RowUpdate& update, const Matrices<Value, Grad, k
 
 // Updates the rows of short runs, one run on each lane that has one. The warp goes through their
 // occurrences one after another, all lanes on one row.
-template <class Grad, int kDim, Rule kRule>
+template <class Value, class Grad, int kDim, Rule kRule>
 __device__ void update_short_runs(const RowUpdate& update,
-                                  const Matrices<float, Grad, kDim>& matrices, float lr,
-                                  const Arrivals<float, Grad, kDim, kRule>& arrivals,
+                                  const Matrices<Value, Grad, kDim>& matrices, float lr,
+                                  const Arrivals<Value, Grad, kDim, kRule>& arrivals,
                                   uint32_t run_of_lane, bool has_run) {
   const int lane = lane_of_warp();
   int row = 0, start = 0, length = 0;
@@ -112,6 +113,9 @@ __device__ void update_short_runs(const RowUpdate& update,
     length = update.starts[run_of_lane + 1] - start;
     if (length >= kChunk) length = 0;
   }
+  // Of lanes without a run as well, since all lanes ask how rows are rounded.
+  RowRounding<Value> rounding;
+  rounding.find(update, row);
   int up_to = length;  // occurrences of this run and of those before
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) {
@@ -168,7 +172,7 @@ __device__ void update_short_runs(const RowUpdate& update,
         wait_for_fetches<kStages - 1>();
         add_gradient(total, update, arrivals.gradient(i), mine, number);
         if (ends_run >> number & 1) {
-          Row<float, kDim, kRule> old;
+          Row<Value, kDim, kRule> old;
           old.weight = arrivals.weight(i);
           if constexpr (kRule == Rule::kRowwiseAdagrad) {
             old.state0 = __shfl_sync(kAllLanes, row_state, number);
@@ -176,7 +180,11 @@ __device__ void update_short_runs(const RowUpdate& update,
           if constexpr (has_row_state<kRule>) old.state0 = arrivals.state0(i);
           if constexpr (kRule == Rule::kAdam) old.state1 = arrivals.state1(i);
           const int to = __shfl_sync(kAllLanes, row_of_run, number);
-          old.step(update, matrices, lr, to, total);
+          RowRounding<Value> of_row;
+          if constexpr (!std::is_same_v<Value, float>) {
+            of_row = rounding.of_lane(__shfl_sync(kAllLanes, run, number));
+          }
+          old.step(update, matrices, lr, to, total, of_row);
           total = Elements<kDim>{};
         }
       }
@@ -211,15 +219,15 @@ __device__ uint32_t take_block(const RowUpdate& update) {
   return lane_of_warp() == 0 ? atomicAdd(update.num_taken, 1) : 0;
 }
 
-template <class Grad, int kDim, Rule kRule>
-__global__ void __launch_bounds__(kMostWarpsOf<Grad, kDim, kRule>* kLanes, 1)
+template <class Value, class Grad, int kDim, Rule kRule>
+__global__ void __launch_bounds__(kMostWarpsOf<Value, Grad, kDim, kRule>* kLanes, 1)
     update_kernel(const RowUpdate update) {
   extern __shared__ char shared[];
-  const Arrivals<float, Grad, kDim, kRule> arrivals(shared, threadIdx.x / kLanes * kStages);
+  const Arrivals<Value, Grad, kDim, kRule> arrivals(shared, threadIdx.x / kLanes * kStages);
   // The whole grid reads the same flag, so either all rows are updated or none.
   if (update.skip != nullptr && *update.skip != 0.0f) return;
   const uint32_t num_runs = *update.num_runs, num_windows = update.num_chunks;
-  const Matrices<float, Grad, kDim> matrices(update);
+  const Matrices<Value, Grad, kDim> matrices(update);
   const float lr = *update.lr;
   const uint32_t num_warps = gridDim.x * (blockDim.x / kLanes);
   const uint32_t warp = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
@@ -240,7 +248,7 @@ __global__ void __launch_bounds__(kMostWarpsOf<Grad, kDim, kRule>* kLanes, 1)
     }
     for (int few = 0; few < kChunksOfBlock && chunks != 0; ++few) {
       const int next = __ffs(chunks) - 1;
-      sum_chunk<false, float, Grad, kDim, kRule>(update, matrices, lr,
+      sum_chunk<false, Value, Grad, kDim, kRule>(update, matrices, lr,
                                                  __shfl_sync(kAllLanes, window, next),
                                                  __shfl_sync(kAllLanes, run_of_window, next));
       chunks &= chunks - 1;
@@ -254,8 +262,8 @@ __global__ void __launch_bounds__(kMostWarpsOf<Grad, kDim, kRule>* kLanes, 1)
       // atomic.
       taken = take_block(update);
       const uint32_t run = first_run + lane * num_warps;
-      update_short_runs<Grad, kDim, kRule>(update, matrices, lr, arrivals, run,
-                                           lane < runs_of_block && run < num_runs);
+      update_short_runs<Value, Grad, kDim, kRule>(update, matrices, lr, arrivals, run,
+                                                  lane < runs_of_block && run < num_runs);
     }
   }
 }
@@ -298,10 +306,11 @@ inline cudaError_t launch_in_clusters(void (*kernel)(RowUpdate), int bytes_of_wa
   return cudaLaunchKernelEx(&config, kernel, update);
 }
 
-template <class Grad, int kDim, Rule kRule>
+template <class Value, class Grad, int kDim, Rule kRule>
 cudaError_t launch_update(const RowUpdate& update, int device, cudaStream_t stream) {
-  return launch_in_clusters(update_kernel<Grad, kDim, kRule>, kBytesOfWarp<Grad, kDim, kRule>,
-                            kMostWarpsOf<Grad, kDim, kRule>, update, device, stream);
+  return launch_in_clusters(update_kernel<Value, Grad, kDim, kRule>,
+                            kBytesOfWarp<Value, Grad, kDim, kRule>,
+                            kMostWarpsOf<Value, Grad, kDim, kRule>, update, device, stream);
 }
 
 }  // namespace

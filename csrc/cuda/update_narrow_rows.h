@@ -14,4 +14,8 @@ namespace torchembed {
 cudaError_t launch_update_of_64_columns(const RowUpdate& update, int device, cudaStream_t stream);
 cudaError_t launch_update_of_96_columns(const RowUpdate& update, int device, cudaStream_t stream);
 
+// The same of rows of 16 bits, with gradients of float32 or bfloat16.
+cudaError_t launch_update_of_128_columns_of_16_bits(const RowUpdate& update, int device,
+                                                    cudaStream_t stream);
+
 }  // namespace torchembed

@@ -14,11 +14,11 @@ template <class Grad>
 cudaError_t launch_rule(const RowUpdate& update, int device, cudaStream_t stream) {
   switch (update.rule) {
     case Rule::kSgd:
-      return launch_update<Grad, 128, Rule::kSgd>(update, device, stream);
+      return launch_update<float, Grad, 128, Rule::kSgd>(update, device, stream);
     case Rule::kAdagrad:
-      return launch_update<Grad, 128, Rule::kAdagrad>(update, device, stream);
+      return launch_update<float, Grad, 128, Rule::kAdagrad>(update, device, stream);
     case Rule::kRowwiseAdagrad:
-      return launch_update<Grad, 128, Rule::kRowwiseAdagrad>(update, device, stream);
+      return launch_update<float, Grad, 128, Rule::kRowwiseAdagrad>(update, device, stream);
     case Rule::kAdam:
       break;
   }
@@ -35,6 +35,9 @@ cudaError_t launch(const RowUpdate& update, int device, cudaStream_t stream) {
   if (update.dim == 64) return launch_update_of_64_columns(update, device, stream);
   if (update.dim == 96) return launch_update_of_96_columns(update, device, stream);
   if (update.dim != 128) return launch_wide_update(update, device, stream);
+  if (update.row_type != RowType::kFloat32) {
+    return launch_update_of_128_columns_of_16_bits(update, device, stream);
+  }
   switch (update.grad_type) {
     case RowType::kFloat32:
       return launch_rule<float>(update, device, stream);

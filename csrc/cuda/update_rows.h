@@ -13,10 +13,10 @@ enum class RowType : uint8_t { kFloat32, kFloat16, kBFloat16 };
 // The values of OptimizerKind in torchembed/core/types.py.
 enum class Rule : uint8_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3 };
 
-// Whether the kernels take rows of `dim` columns; those of 16 bits are wide.
+// Whether the kernels take rows of `dim` columns; those of 16 bits have 128 or more.
 constexpr bool has_update_of(int64_t dim, RowType type) {
-  const bool is_narrow = dim == 64 || dim == 96 || dim == 128;
-  return dim == 256 || dim == 512 || (is_narrow && type == RowType::kFloat32);
+  const bool is_narrow = dim == 64 || dim == 96;
+  return dim == 128 || dim == 256 || dim == 512 || (is_narrow && type == RowType::kFloat32);
 }
 
 // The kernels' arguments. Optional ones are null where they are not given.

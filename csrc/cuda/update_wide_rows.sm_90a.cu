@@ -13,33 +13,46 @@ namespace {
 template <class Grad>
 cudaError_t launch_of(const RowUpdate& update, int device, cudaStream_t stream) {
   if (update.dim == 512 && update.rule == Rule::kRowwiseAdagrad) {
-    return launch_update<Grad, 512, Rule::kRowwiseAdagrad>(update, device, stream);
+    return launch_update<float, Grad, 512, Rule::kRowwiseAdagrad>(update, device, stream);
   }
   if (update.dim != 256) return cudaErrorInvalidValue;
   switch (update.rule) {
     case Rule::kAdagrad:
-      return launch_update<Grad, 256, Rule::kAdagrad>(update, device, stream);
+      return launch_update<float, Grad, 256, Rule::kAdagrad>(update, device, stream);
     case Rule::kRowwiseAdagrad:
-      return launch_update<Grad, 256, Rule::kRowwiseAdagrad>(update, device, stream);
+      return launch_update<float, Grad, 256, Rule::kRowwiseAdagrad>(update, device, stream);
     case Rule::kAdam:
-      return launch_update<Grad, 256, Rule::kAdam>(update, device, stream);
+      return launch_update<float, Grad, 256, Rule::kAdam>(update, device, stream);
     case Rule::kSgd:
       break;
   }
   return cudaErrorInvalidValue;
 }
 
-// Rows of 16 bits, with gradients of float32.
-template <class Value>
+// Rows of 16 bits.
+template <class Value, class Grad>
 cudaError_t launch_16_bits(const RowUpdate& update, cudaStream_t stream) {
   if (update.rule == Rule::kRowwiseAdagrad && update.dim == 256) {
-    return launch_stream<Value, float, 256, Rule::kRowwiseAdagrad, 4, 20>(update, stream);
+    return launch_stream<Value, Grad, 256, Rule::kRowwiseAdagrad, 4, 20>(update, stream);
   }
   if (update.rule == Rule::kRowwiseAdagrad && update.dim == 512) {
-    return launch_stream<Value, float, 512, Rule::kRowwiseAdagrad, 4, 16>(update, stream);
+    return launch_stream<Value, Grad, 512, Rule::kRowwiseAdagrad, 4, 16>(update, stream);
   }
   if (update.rule == Rule::kAdagrad && update.dim == 256) {
-    return launch_stream<Value, float, 256, Rule::kAdagrad, 4, 20>(update, stream);
+    return launch_stream<Value, Grad, 256, Rule::kAdagrad, 4, 20>(update, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <class Value>
+cudaError_t launch_gradients(const RowUpdate& update, cudaStream_t stream) {
+  switch (update.grad_type) {
+    case RowType::kFloat32:
+      return launch_16_bits<Value, float>(update, stream);
+    case RowType::kBFloat16:
+      return launch_16_bits<Value, __nv_bfloat16>(update, stream);
+    case RowType::kFloat16:
+      break;
   }
   return cudaErrorInvalidValue;
 }
@@ -72,9 +85,8 @@ cudaError_t launch_32_bits(const RowUpdate& update, int device, cudaStream_t str
 
 cudaError_t launch_wide_update(const RowUpdate& update, int device, cudaStream_t stream) {
   if (update.row_type == RowType::kFloat32) return launch_32_bits(update, device, stream);
-  if (update.grad_type != RowType::kFloat32) return cudaErrorInvalidValue;
-  return update.row_type == RowType::kFloat16 ? launch_16_bits<__half>(update, stream)
-                                              : launch_16_bits<__nv_bfloat16>(update, stream);
+  return update.row_type == RowType::kFloat16 ? launch_gradients<__half>(update, stream)
+                                              : launch_gradients<__nv_bfloat16>(update, stream);
 }
 
 }  // namespace torchembed

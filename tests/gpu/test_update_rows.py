@@ -26,6 +26,7 @@ pytestmark = pytest.mark.gpu
 DIM = 128
 NARROW_DIMS = (64, 96)
 WIDE_DIMS = (256, 512)
+DIMS_OF_16_BITS = (DIM, *WIDE_DIMS)
 DIMS = (*NARROW_DIMS, DIM, *WIDE_DIMS)
 HALVES = (torch.float16, torch.bfloat16)
 KINDS = (
@@ -124,16 +125,20 @@ def rounding_keys(num_rows: int, device: torch.device) -> RoundingKeys:
     """Those of three tables, of which the second one is empty."""
     offsets = torch.tensor([0, num_rows // 3, num_rows // 3, num_rows], device=device)
     keys = torch.tensor([17, -(2**60) + 5, 2**62 - 11], device=device)
-    return RoundingKeys(offsets, keys, torch.tensor([0, 256, 2**33], device=device))
+    # Columns of four that share random bits are neighbours in a row, and in a part of one may not.
+    return RoundingKeys(offsets, keys, torch.tensor([0, 256, 2**33 + 3], device=device))
 
 
-@pytest.mark.parametrize("dim", WIDE_DIMS)
+@pytest.mark.parametrize("dim", DIMS_OF_16_BITS)
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_rows_of_16_bits(dtype: torch.dtype, dim: int, device: torch.device) -> None:
+def test_rows_of_16_bits(
+    dtype: torch.dtype, grad_dtype: torch.dtype, dim: int, device: torch.device
+) -> None:
     num_ids, num_bags, num_rows = 50_000, 10_000, 20_000
     gradient_rows = (torch.arange(num_ids, device=device) * 7 % num_bags).int()
     # Small steps, so that most elements are rounded from between two neighbours.
-    grad = normal(num_bags, dim, seed=0, device=device) * 1e-2
+    grad = (normal(num_bags, dim, seed=0, device=device) * 1e-2).to(grad_dtype)
     rows = skewed(num_ids, num_rows, device).int()
     keys = rounding_keys(num_rows, device)
     for rounding in (keys, keys._replace(first_columns=None), None):
@@ -144,10 +149,11 @@ def test_rows_of_16_bits(dtype: torch.dtype, dim: int, device: torch.device) -> 
         check(rows, num_rows, gradients, dtype=dtype, rounding=keys, size=size)
 
 
+@pytest.mark.parametrize("dim", DIMS_OF_16_BITS)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_extreme_rows_of_16_bits(dtype: torch.dtype, device: torch.device) -> None:
+def test_extreme_rows_of_16_bits(dtype: torch.dtype, dim: int, device: torch.device) -> None:
     values = [0.0, -0.0, 1e-45, -1e-38, 1e-20, 3e19, -3e38, float("inf"), float("nan"), 1.0]
-    grad = torch.tensor(values, device=device).repeat_interleave(256).view(-1, 256)
+    grad = torch.tensor(values, device=device).repeat_interleave(dim).view(-1, dim)
     grad[:, 4:] = 1e-3
     rows = torch.arange(len(values), device=device)
     for rounding in (rounding_keys(len(values), device), None):
@@ -182,8 +188,10 @@ def test_runs_of_every_length(length: int, device: torch.device) -> None:
     for dtype, dim in itertools.product((torch.bfloat16, torch.float32), DIMS):
         grad = normal(rows.numel(), dim, seed=0, dtype=dtype, device=device)
         check(rows, 20, RowGradients(grad))
-    grad = normal(rows.numel(), 256, seed=0, device=device)
-    check(rows, 20, RowGradients(grad), dtype=torch.float16, rounding=rounding_keys(20, device))
+    keys = rounding_keys(20, device)
+    for dim in (DIM, 256):
+        grad = normal(rows.numel(), dim, seed=0, device=device)
+        check(rows, 20, RowGradients(grad), dtype=torch.float16, rounding=keys)
 
 
 @pytest.mark.parametrize("dim", NARROW_DIMS)
@@ -207,8 +215,9 @@ def test_few_warps_for_many_runs(device: torch.device, monkeypatch: pytest.Monke
         for dim in (*NARROW_DIMS, DIM):
             grad = normal(rows.numel(), dim, seed=0, dtype=torch.bfloat16, device=device)
             check(rows, 20_000, RowGradients(grad))
-        grad = normal(rows.numel(), 256, seed=0, device=device)
-        check(rows, 20_000, RowGradients(grad), dtype=torch.bfloat16)
+        for dim in (DIM, 256):
+            grad = normal(rows.numel(), dim, seed=0, device=device)
+            check(rows, 20_000, RowGradients(grad), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("num_blocks", [66, 110])
@@ -285,9 +294,11 @@ def test_leaves_other_calls_to_triton(device: torch.device) -> None:
         cases.append(launch(kernel.launch, weight_of_dim, rows, gradients=narrow, kind=kind))
     adam = OptimizerKind.ADAM
     cases.append(launch(kernel.launch, weight, rows, gradients=RowGradients(grad), kind=adam))
-    cases.append(launch(kernel.launch, weight.bfloat16(), rows, gradients=RowGradients(grad)))
-    wide, of_16_bits = weight.repeat(1, 2).bfloat16(), RowGradients(grad.repeat(1, 2).bfloat16())
-    cases.append(launch(kernel.launch, wide, rows, gradients=of_16_bits))
+    of_16_bits = weight.bfloat16()
+    for dim, dtype in ((64, torch.float32), (DIM, torch.float16)):
+        gradients = RowGradients(grad[:, :dim].to(dtype).contiguous())
+        weight_of_dim = of_16_bits[:, :dim].contiguous()
+        cases.append(launch(kernel.launch, weight_of_dim, rows, gradients=gradients))
     assert [result for result, *_ in cases] == [NotImplemented] * len(cases)
 
 
@@ -304,7 +315,7 @@ def test_refuses_what_would_reach_past_memory(device: torch.device) -> None:
     weight, state, grad = (
         torch.zeros(*shape, device=device) for shape in ((5, DIM), (5,), (3, DIM))
     )
-    columns = "weight and grad must be contiguous and both have 256 or 512 columns, or 64, "
+    columns = "weight and grad must be contiguous and both have 128, 256 or 512 columns, or 64 "
     with pytest.raises(RuntimeError, match=columns):
         call(weight[:, :48].contiguous(), state, grad)
     with pytest.raises(RuntimeError, match=columns):

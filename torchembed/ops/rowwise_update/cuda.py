@@ -11,7 +11,8 @@ from torchembed.core.dispatch import CudaKernel
 from torchembed.core.types import OptimizerKind
 from torchembed.core.update_records import RowUpdate
 
-_RULES = {128: (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)}
+_ALL_BUT_ADAM = (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
+_RULES = {128: _ALL_BUT_ADAM}
 """Columns of a float32 row, and the rules whose updates are faster than Triton's at that width."""
 _RULES_ON_HOPPER = {
     64: (OptimizerKind.SGD, OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.ADAM),
@@ -21,18 +22,22 @@ _RULES_ON_HOPPER = {
 }
 """The same of the kernels that are compiled for one generation of GPUs alone."""
 _RULES_OF_16_BITS = {
+    128: _ALL_BUT_ADAM,
     256: (OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD),
     512: (OptimizerKind.ROWWISE_ADAGRAD,),
 }
-"""The same for rows of float16 and bfloat16, whose gradients must be float32."""
+"""The same for rows of float16 and bfloat16."""
+_GRADIENTS_OF_16_BITS = (torch.float32, torch.bfloat16)
+"""The gradients that such rows must have."""
 _OLDEST_GPU = (8, 0)
 _HOPPER = 9
 """The major version of the GPUs that these kernels are compiled for."""
 _MAX_ROWS = 2**31
 _COVERS = (
     "float32 rows of 128 columns, but for Adam; on Hopper those of 96, of 64, but for Adagrad, of "
-    "256, but for SGD, and of 512 for row-wise Adagrad; there also 16-bit rows of 256 for both "
-    "kinds of Adagrad, and of 512 for row-wise Adagrad, with float32 gradients"
+    "256, but for SGD, and of 512 for row-wise Adagrad; there also 16-bit rows of 128, but for "
+    "Adam, of 256 for both kinds of Adagrad, and of 512 for row-wise Adagrad, with float32 or "
+    "bfloat16 gradients"
 )
 
 
@@ -46,23 +51,23 @@ def _num_blocks(update: RowUpdate) -> int:
 
     Five in six multiprocessors saturate every memory; half of them do nearly as well, and leave the
     others to matrix products for deferred gradients, which run on another stream meanwhile. The
-    kernel for 16-bit rows and for float32 ones of 256 columns has fewer warps and needs every
-    multiprocessor, which it gets where nothing else is to run meanwhile: no deferred gradients, and
-    no exchange with other ranks.
+    kernels for 16-bit rows, which compute more for each byte, and for float32 ones of 256 columns,
+    which have fewer warps, need every multiprocessor. They get it where nothing else is to run
+    meanwhile: no deferred gradients, and no exchange with other ranks.
     """
     weight = update.weight
     count = _num_multiprocessors(weight.device)
     is_beside_products = are_waiting()
     if weight.dtype == torch.float32 and is_beside_products:
         return count // 2
-    has_fewer_warps = weight.dtype != torch.float32 or (
+    needs_all = weight.dtype != torch.float32 or (
         weight.shape[1] == 256
         and update.optimizer == OptimizerKind.ROWWISE_ADAGRAD
         and update.grad.dtype == torch.float32
     )
     has_ranks = distributed.is_available() and distributed.is_initialized()
     is_alone = not is_beside_products and not has_ranks
-    return count if has_fewer_warps and is_alone else count * 5 // 6
+    return count if needs_all and is_alone else count * 5 // 6
 
 
 @functools.cache
@@ -79,7 +84,8 @@ def _takes(weight: torch.Tensor, grad: torch.Tensor, optimizer: int) -> bool:
     """True where there is a kernel for such rows and gradients."""
     dim, is_float32 = weight.shape[1], weight.dtype == torch.float32
     if not is_float32 and (
-        weight.dtype not in (torch.float16, torch.bfloat16) or grad.dtype != torch.float32
+        weight.dtype not in (torch.float16, torch.bfloat16)
+        or grad.dtype not in _GRADIENTS_OF_16_BITS
     ):
         return False
     if is_float32 and optimizer in _RULES.get(dim, ()):

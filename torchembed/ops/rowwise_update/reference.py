@@ -54,14 +54,16 @@ def rounding_bits(
     first_columns: Tensor | None,
     step: Tensor,
 ) -> Tensor:
-    """64 random bits for each element of each of ``rows``, int64 ``[N, dim]``."""
+    """Random bits for each element of each of ``rows``, int64 ``[N, dim]``, of which the upper 16
+    count: four columns that follow a multiple of four take one 16 bits after the other of the 64
+    that are drawn for them, the upper ones first."""
     table = torch.searchsorted(row_offsets, rows.long(), right=True) - 1
     row_key = random_bits(row_keys[table], rows.long())
     step_key = random_bits(row_key, step.long())
     columns = torch.arange(dim, device=rows.device)
     if first_columns is not None:
         columns = columns + first_columns[table].unsqueeze(1)
-    return random_bits(step_key.unsqueeze(1), columns)
+    return random_bits(step_key.unsqueeze(1), columns >> 2) << 16 * (columns & 3)
 
 
 def root(value: Tensor) -> Tensor:
