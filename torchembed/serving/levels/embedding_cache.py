@@ -267,8 +267,8 @@ class EmbeddingCache:
                 )
 
     def keep(self, found: FoundRows) -> None:
-        """Have the rows of ``found`` on the devices, for ``CacheKind.UVM``: those that come most
-        often, in place of others that were not used lately. Waits for the devices."""
+        """Note the uses of the rows of ``found``, for ``CacheKind.UVM``, and have those of its rows
+        on the devices that were used more, lately, than others there. Waits for the devices."""
         for shards, parts in zip(self._groups, found.parts, strict=True):
             for shard, part in zip(shards, parts, strict=True):
                 assert isinstance(shard.memory, HostLines)

@@ -14,6 +14,11 @@ from torchembed.ops.row_cache import (
 )
 from torchembed.tables.tiers.host_memory import host_tensor
 
+_HALF_LIFE = 20
+"""Uses count half after this many others for each copy: so many that frequent lines are told from
+others, and so few that lines which become frequent have a copy soon."""
+_MOST_USES = torch.finfo(torch.float16).max
+
 
 class DeviceLines:
     """Lines on a device.
@@ -63,6 +68,8 @@ class HostLines:
         # Rows are moved as numbers, whose bits they keep.
         self._dtype = torch.float16 if line_bytes % 4 else torch.float32
         self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
+        self._uses = torch.zeros(num_lines, dtype=torch.float16, device=device)
+        self._num_noted = 0
         self.line_copies: LineCopies | None = LineCopies(self.copies, self._cache.slot_of_row)
         """Which lines have a copy on the device."""
 
@@ -91,16 +98,34 @@ class HostLines:
         self.copies[copies] = lines
 
     def keep(self, slots: Tensor) -> None:
-        """Have copies of the lines that lookups used: of ``slots``, int64 ``[L]``, those that come
-        most often, in place of others that were not used lately. Waits for the device."""
-        used, counts = slots[slots >= 0].unique(return_counts=True)
-        if len(used) > self._num_copies:
-            used = used[counts.topk(self._num_copies).indices].sort().values
+        """Note the uses of a lookup that found ``slots``, int64 ``[L]``, -1 for none, and have
+        copies of the lines that were used most, of its own and those that have one. Uses count half
+        after some others; a line takes the place of one that was used less, not as often. Waits for
+        the device."""
+        of_ids = slots[slots >= 0]
+        used, uses = of_ids.unique(return_counts=True)
+        self._num_noted += len(of_ids)
+        if self._num_noted > _HALF_LIFE * self._num_copies:
+            self._uses *= 0.5
+            self._num_noted = 0
+        self._uses[used] = (self._uses[used] + uses).clamp_max(_MOST_USES)
+
+        without = used[self._cache.slot_of_row[used] < 0]
+        if not len(without):
+            return
+        of_others = self._uses[without]
+        rows = self._cache.row_of_slot
+        of_copies = self._uses[rows].where(rows >= 0, 0)
+        # No more lines than there is room for are used more than this.
+        least = torch.cat([of_copies, of_others]).sort().values[len(without) - 1]
+        wanted = without[of_others > least]
+        # Their copies take the places of those that are used no more than this.
+        self._cache.is_recent.copy_(of_copies > least)
         self._epoch += 1
         claimed = claim_slots(
             self._cache,
-            used,
-            torch.full((1,), len(used), dtype=torch.int32, device=used.device),
+            wanted,
+            torch.full((1,), len(wanted), dtype=torch.int32, device=wanted.device),
             epoch=self._epoch,
             released=self._epoch - 1,
         )
