@@ -4,7 +4,6 @@ Only the rows that the batches touch are made, so whole tables fit wherever they
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from bench.data import dlrm_dcnv2 as workload
 from bench.dense.dense_part import DensePart, plain
 from bench.step.model_optimizers import half_precision
-from bench.step.setting import StepSetting
+from bench.step.setting import Precisions, StepSetting
 from torchembed.core.random_bits import random_bits, random_uniform
 from torchembed.data import Batch
 from torchembed.modules import use_float8_products
@@ -25,7 +24,7 @@ from torchembed.tables.table import TableSpec
 LARGEST_ROUNDING = {"bf16": 2**-8, "fp8": 2**-8, "tf32": 2**-10, "fp32": 2**-20}
 """Largest relative rounding of a loss; in float32 that of a sum of some thousand numbers."""
 
-
+EXACT = Precisions(dense="fp64", wire="fp32", rows="fp32")
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 ROW_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -35,8 +34,7 @@ class Expected(NamedTuple):
 
     losses: list[list[float]]
     """``[steps][ranks]``."""
-    tolerance: dict[StepSetting, float]
-    """Tolerance in the precisions of a setting."""
+    tolerance: dict[Precisions, float]
 
 
 def dense_values(setting: StepSetting) -> list[Tensor]:
@@ -55,24 +53,23 @@ def dense_values(setting: StepSetting) -> list[Tensor]:
 def expected_losses(
     setting: StepSetting,
     steps: Sequence[Sequence[Batch]],
-    compared: Sequence[StepSetting],
+    precisions: Sequence[Precisions],
 ) -> Expected:
     """Train on ``steps``, each the batches of all ranks, with the dense part in float64.
 
-    Each of the settings ``compared``, which differ from ``setting`` in their precisions, gets a
-    tolerance: twice the largest error of plain PyTorch's own losses in the precisions of the dense
-    part, the wire and the rows, and one rounding of a loss.
+    A tolerance is twice the largest error of plain PyTorch's own losses in these precisions, and
+    one rounding of a loss.
     """
     device = setting.device
     steps = [[_moved(batch, device) for batch in of_ranks] for of_ranks in steps]
     dense = dense_values(setting)
-    right = dataclasses.replace(setting, precision="fp64", wire="fp32", rows="fp32")
-    true = _losses(right, steps, dense)
+    true = _losses(setting.with_precisions(EXACT), steps, dense)
     exact = torch.tensor(true, dtype=torch.float64)
     tolerance = {}
-    for each in dict.fromkeys(compared):
-        found = torch.tensor(_losses(each, steps, dense), dtype=torch.float64)
-        rounding = LARGEST_ROUNDING[each.precision] * exact.abs().max()
+    for each in dict.fromkeys(precisions):
+        losses = _losses(setting.with_precisions(each), steps, dense)
+        found = torch.tensor(losses, dtype=torch.float64)
+        rounding = LARGEST_ROUNDING[each.dense] * exact.abs().max()
         tolerance[each] = float(2 * (found - exact).abs().max() + rounding)
     return Expected(true, tolerance)
 
@@ -98,11 +95,19 @@ def _losses(
     with _matmul_precision(setting.precision):
         for number, of_ranks in enumerate(steps):
             of_step = [of_table[number] for of_table in places]
-            for table in tables:
-                table.data = table.data.to(ROW_DTYPES[setting.rows]).float()
+            if setting.rows == "bf16":
+                for table in tables:
+                    table.data = _rounded_at_random(table.data)
             losses.append(_step(part, tables, of_step, of_ranks, setting))
             rule()
     return losses
+
+
+def _rounded_at_random(rows: Tensor) -> Tensor:
+    """float32 ``rows`` as bfloat16 holds them, each element up or down by chance, nearer ones
+    more often."""
+    noise = torch.randint(1 << 16, rows.shape, dtype=torch.int32, device=rows.device)
+    return ((rows.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
 
 
 def _ids_by_table(of_ranks: list[Tensor]) -> list[Tensor]:

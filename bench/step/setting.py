@@ -1,9 +1,18 @@
 """The setting of a measured training step, equal for every system."""
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT
+
+
+class Precisions(NamedTuple):
+    """What a step rounds to, by the names of :class:`StepSetting`."""
+
+    dense: str
+    wire: str
+    rows: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +40,15 @@ class StepSetting:
     decides; the time of a step does not depend on it."""
     eps: float = 1e-8
     seed: int = 0
+
+    @property
+    def precisions(self) -> Precisions:
+        return Precisions(self.precision, self.wire, self.rows)
+
+    def with_precisions(self, precisions: Precisions) -> "StepSetting":
+        """The same setting in other precisions."""
+        dense, wire, rows = precisions
+        return dataclasses.replace(self, precision=dense, wire=wire, rows=rows)
 
     def dense_optimizer(self, parameters: ParamsT) -> torch.optim.Optimizer:
         """The optimizer of the tables, for the dense part; torch's own."""

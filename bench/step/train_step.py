@@ -29,7 +29,7 @@ from bench.planning.step_floor import RATES, floor_seconds, num_unique_rows
 from bench.report.result_file import Row, write_results
 from bench.step.profile import profile_steps
 from bench.step.reference_step import Expected, dense_values, expected_losses
-from bench.step.setting import StepSetting
+from bench.step.setting import Precisions, StepSetting
 from bench.step.table import print_row
 from bench.step.torchembed_step import TorchembedStep
 from torchembed import Dynamic
@@ -145,7 +145,7 @@ class Bench:
         names = [s for s in self._config.systems if self._on_gpu or s != "torchrec_tuned"]
         settings = {name: setting_of(name, setting) for name in names}
         batches = [self._batch(setting, step, dist.get_rank()) for step in range(self._num_batches)]
-        expected = self._expected(setting, list(settings.values()))
+        expected = self._expected(setting, [own.precisions for own in settings.values()])
         dense = dense_values(setting)
         free_memory()
         for name, own in settings.items():
@@ -205,7 +205,7 @@ class Bench:
         number = step * dist.get_world_size() + rank
         return workload.make_batch(setting.ids, setting.batch_size, setting.max_rows, number)
 
-    def _expected(self, setting: StepSetting, compared: Sequence[StepSetting]) -> Expected:
+    def _expected(self, setting: StepSetting, precisions: Sequence[Precisions]) -> Expected:
         """The right losses, and the rows of a step for its floor, from the first rank."""
         found: list[tuple[Expected, int] | None] = [None]
         if dist.get_rank() == 0:
@@ -213,7 +213,7 @@ class Bench:
             checked = [
                 [self._batch(setting, step, r) for r in ranks] for step in range(NUM_CHECKED)
             ]
-            losses = expected_losses(setting, checked * NUM_PASSES, compared)
+            losses = expected_losses(setting, checked * NUM_PASSES, precisions)
             found[0] = losses, num_unique_rows(checked[0], self._device)
         dist.broadcast_object_list(found, 0)
         assert found[0] is not None
@@ -238,7 +238,7 @@ class Bench:
         losses = [float(system.step(stream)) for _ in checked]
         set_up_seconds = time.perf_counter() - start
         row = {**self._about(name, setting), "set_up_seconds": set_up_seconds}
-        limit = expected.tolerance[setting]
+        limit = expected.tolerance[setting.precisions]
         error, problem = self._error(losses, expected, limit)
         row |= {"loss_error": error, "loss_tolerance": limit}
         if problem is not None:

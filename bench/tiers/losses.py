@@ -1,6 +1,5 @@
 """Whether the losses of a measured system are right."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from bench.step.reference_step import Expected, expected_losses
@@ -25,12 +24,12 @@ class ExpectedLosses:
     """
 
     def __init__(self, setting: TierSetting, checked: Sequence[Batch]) -> None:
-        self._setting = setting
-        self._of_fbgemm = dataclasses.replace(setting, wire=_OF_FBGEMM)
+        self._ours = setting.precisions
+        self._of_fbgemm = self._ours._replace(wire=_OF_FBGEMM)
         self._true: Expected | None = None
         if setting.model == "dlrm":
             steps = [[batch] for batch in checked]
-            self._true = expected_losses(setting, steps, [setting, self._of_fbgemm])
+            self._true = expected_losses(setting, steps, [self._ours, self._of_fbgemm])
         self.on_device: list[float] | None = None
         """Losses of torchembed's tables on the device, once they are known."""
 
@@ -41,7 +40,7 @@ class ExpectedLosses:
             expected, limit = self.on_device, 0.0
         elif self._true is not None:
             expected = [of_ranks[0] for of_ranks in self._true.losses]
-            limit = self._true.tolerance[self._of_fbgemm if is_fbgemm else self._setting]
+            limit = self._true.tolerance[self._of_fbgemm if is_fbgemm else self._ours]
         elif self.on_device is not None:
             expected, limit = self.on_device, FBGEMM_TOLERANCE
         else:

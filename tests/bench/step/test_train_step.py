@@ -88,15 +88,15 @@ def test_the_reference_trains_the_ranks_samples_together() -> None:
         batch_size=8, ids="uniform", optimizer="sgd", precision="fp32", wire="fp32", max_rows=9,
         device=CPU,
     )  # fmt: skip
-    rounded = dataclasses.replace(setting, wire="bf16")
+    rounded = setting.precisions._replace(wire="bf16")
     both = train_step.workload.make_batch("uniform", 8, 9, 0)
     halves = [train_step.workload.make_batch("uniform", 4, 9, number) for number in range(2)]
     assert num_unique_rows([both], CPU) <= sum(train_step.workload.table_sizes(9))
-    found = expected_losses(setting, [halves] * 2, [setting, rounded])
+    found = expected_losses(setting, [halves] * 2, [setting.precisions, rounded])
     assert [len(of_ranks) for of_ranks in found.losses] == [2, 2]
     assert sum(found.losses[1]) < sum(found.losses[0])
-    assert 0 < found.tolerance[setting] < 1e-4
-    assert found.tolerance[setting] < found.tolerance[rounded] < 0.1
+    assert 0 < found.tolerance[setting.precisions] < 1e-4
+    assert found.tolerance[setting.precisions] < found.tolerance[rounded] < 0.1
 
 
 def test_the_floor_by_hand() -> None:
