@@ -23,7 +23,7 @@ from torchembed.triton_kernels.launch_sizes import cdiv, next_power_of_2
 from torchembed.triton_kernels.lookup_notes import finish_notes, note_uses
 
 # From here on time is what memory and links take, not the chain of accesses and the launch.
-_LARGE_IDS = 1 << 15
+_LARGE_IDS = 1 << 17
 # Ids of a program: a bucket's digests of each are 16 bytes of each thread of 4 warps, and 2,000 ids
 # fill an H100's 132 multiprocessors.
 _BLOCK = 16

@@ -1,4 +1,4 @@
-// Sums the gradients of each run and updates its row, which is float32 and has all lanes of a warp.
+// Sums the gradients of each run and updates its row, which has all lanes of a warp.
 //
 // The kernel is bound by memory: each run's row and state are read from and written to scattered
 // addresses, so enough of these accesses must be in flight. A warp takes a block of short runs,
@@ -12,7 +12,7 @@
 //
 // Byte floor, for L occurrences of U rows: position and gradient row index of each occurrence, the
 // gradient rows that the batch has (each read once, as far as the cache reaches), and
-// 2 * U * (D + states) * 4 for rows and their state, read and written.
+// 2 * U * (D * bytes of an element + states * 4) for rows and their state, read and written.
 
 #pragma once
 
