@@ -12,13 +12,20 @@ namespace torchembed::TORCHEMBED_ISA {
 // What a row's rounding bits at one step are drawn from.
 struct RowRounding {
   uint64_t key = 0;          // its counters are the groups of four columns
-  int64_t first_column = 0;  // the column's place in its group that the row begins with, below 4
+  int64_t first_column = 0;  // the place, in its group, of the column that the row begins with
 
-  // Random bits for a column of the row, of which the upper 16 count: the columns of a group take
-  // one 16 bits after the other of the 64 that are drawn for them.
-  TORCHEMBED_INLINE uint64_t bits(int64_t column) const {
+  // Random bits for kLanes columns of the row, of which the upper 16 count: the columns of a group
+  // take one 16 bits after the other of the 64 that are drawn for them.
+  TORCHEMBED_INLINE void draw(int64_t column, uint64_t* bits) const {
     const uint64_t place = (uint64_t)(first_column + column);
-    return random_bits(key, place / 4) << place % 4 * 16;
+    uint64_t groups[kLanes / 4 + 1];
+    for (int group = 0; group <= kLanes / 4; ++group) {
+      groups[group] = random_bits(key, place / 4 + group);
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const uint64_t at = place % 4 + lane;
+      bits[lane] = groups[at / 4] << at % 4 * 16;
+    }
   }
 };
 
@@ -61,9 +68,11 @@ template <class Element>
 TORCHEMBED_INLINE Floats with_noise(Floats x, const RowRounding& rounding, int64_t column,
                                     const Element* type) {
   float lanes[kLanes];
+  uint64_t bits[kLanes];
   store(lanes, x, AllLanes{});
+  rounding.draw(column, bits);
   for (int lane = 0; lane < kLanes; ++lane) {
-    lanes[lane] = with_noise(lanes[lane], rounding.bits(column + lane), type);
+    lanes[lane] = with_noise(lanes[lane], bits[lane], type);
   }
   return load(lanes, AllLanes{});
 }
