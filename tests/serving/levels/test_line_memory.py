@@ -66,6 +66,20 @@ def test_a_line_that_is_used_as_often_as_others_takes_no_place(device: torch.dev
     assert 25 in copied(lines) and len(copied(lines)) == NUM_COPIES
 
 
+def test_of_lines_that_are_used_as_often_as_many_as_there_is_room_for_have_copies(
+    device: torch.device,
+) -> None:
+    lines = host_lines(device)
+    use(lines, {40: 1})
+    use(lines, dict.fromkeys(range(20), 2))
+    held = copied(lines)
+    assert len(held) == NUM_COPIES and held < set(range(20))
+    use(lines, dict.fromkeys(range(20), 2))
+    assert copied(lines) == held
+    use(lines, dict.fromkeys(range(20, 40), 5))
+    assert len(copied(lines)) == NUM_COPIES and copied(lines) < set(range(20, 40))
+
+
 def test_lines_that_become_frequent_have_copies_soon(device: torch.device) -> None:
     lines = host_lines(device)
     before, after = range(NUM_COPIES), range(20, 20 + NUM_COPIES)
@@ -81,3 +95,33 @@ def test_counts_of_uses_have_an_end(device: torch.device) -> None:
     use(lines, {3: 70_000})
     use(lines, {3: 70_000, 4: 1})
     assert copied(lines) == {3}
+
+
+def test_copies_are_equal_to_lines_that_are_written(device: torch.device) -> None:
+    lines = host_lines(device)
+    use(lines, dict.fromkeys(range(NUM_COPIES), 2))
+    numbers = torch.arange(NUM_LINES, dtype=torch.int32, device=device)[:, None]
+    expected = numbers.clone()
+
+    def write(*slots: int) -> None:
+        """Write to ``slots`` and to none between them."""
+        places = torch.tensor([slots[0], -1, *slots[1:]], device=device)
+        values = 100 + expected[places]
+        expected[places[places >= 0]] = values[places >= 0]
+        lines.write(places, values.view(torch.uint8))
+
+    def check() -> None:
+        every = numbers.flatten().long()
+        assert torch.equal(lines.read(every).view(torch.int32), expected)
+        assert lines.line_copies is not None
+        copies, copy_of_line = lines.line_copies
+        copied = copy_of_line >= 0
+        found = copies[copy_of_line[copied].long()].view(torch.int32)
+        assert int(copied.sum()) == NUM_COPIES and torch.equal(found, expected[copied])
+
+    write(0, 3, 30)
+    check()
+    use(lines, {3: 1, 30: 9, 31: 9})
+    check()
+    write(30, 31, 3, 32)
+    check()

@@ -115,12 +115,14 @@ class HostLines:
             return
         of_others = self._uses[without]
         rows = self._cache.row_of_slot
-        of_copies = self._uses[rows].where(rows >= 0, 0)
-        # No more lines than there is room for are used more than this.
-        least = torch.cat([of_copies, of_others]).sort().values[len(without) - 1]
-        wanted = without[of_others > least]
-        # Their copies take the places of those that are used no more than this.
-        self._cache.is_recent.copy_(of_copies > least)
+        of_copies = self._uses[rows].where(rows >= 0, -1)
+        # Stable, so that of lines that were used as often those that have a copy come first.
+        order = torch.cat([of_copies, of_others]).argsort(descending=True, stable=True)
+        is_most_used = torch.zeros_like(order, dtype=torch.bool)
+        is_most_used[order[: self._num_copies]] = True
+        wanted = without[is_most_used[self._num_copies :]]
+        # Their copies take the places of the others.
+        self._cache.is_recent.copy_(is_most_used[: self._num_copies])
         self._epoch += 1
         claimed = claim_slots(
             self._cache,
