@@ -1,8 +1,8 @@
 """The Triton kernels of ``cached_lookup`` for many ids at once.
 
 Programs that find ids, note their uses and read their rows, all in one, would wait for the same few
-addresses, and read lines of the host in no order, at little more than half the rate of a link whose
-addresses are translated. So slots are found first; then uses are noted, by few programs; and then
+addresses, and read lines of the host in no order, at little more than half the rate that the link
+has for lines in order. So slots are found first; then uses are noted, by few programs; and then
 lines are read, those without a copy by programs of their own, in the order of regions.
 
 Byte floor for each id: that of :mod:`torchembed.triton_kernels.find_slots` and 17 bytes more of its
@@ -30,7 +30,7 @@ _NOTING_PROGRAMS = 264
 # than this, since the ends of all are summed.
 _REGION_BYTES = 1 << 25
 _MOST_REGIONS_LOG2 = 10
-# Programs that count a region's lines in different places, since additions to one come one by one.
+# Counters of a region, for ids of different programs: additions to one counter come one by one.
 _SHARES = tl.constexpr(16)
 # Programs that read from the host: with 8 KB each under way, twice what a link needs.
 _FAR_PROGRAMS = 128
@@ -40,8 +40,8 @@ _NUM_ACCESSES = 4
 
 @triton.jit
 def _share_of_region(line, position, REGION_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Which share of its region each ``line [N]``, of id ``position [N]``, is counted in: those of
-    a region are neighbours, and all ids of a BLOCK have the same of each.
+    """Which share of its region each ``line [N]``, of id ``position [N]``, is counted in: the shares
+    of a region are neighbours, and ids of one BLOCK of positions that read one region have one share.
 
     Example: regions of 4 lines, blocks of 8: line 5 of id 17 is in share 18, the third of region 1.
     """
@@ -247,7 +247,8 @@ def launch_large_cached_lookup(call: CachedLookup) -> LookupResults:
     with torch.cuda.device_of(call.keys):
         find_slots_into(slots, *call[:5])
         if call.reads and call.copies is not None:
-            num_regions = cdiv(num_lines, 1 << sizes["REGION_BITS"])
+            # Where there are no tables there are no lines, and still the last end is read.
+            num_regions = max(1, cdiv(num_lines, 1 << sizes["REGION_BITS"]))
             counts = slots.new_zeros(num_regions * _SHARES.value, dtype=torch.int32)
             copies, far_ids = slots.new_empty(2, num_ids, dtype=torch.int32)
         _large_cached_lookup_note_kernel[(min(num_blocks, _NOTING_PROGRAMS),)](

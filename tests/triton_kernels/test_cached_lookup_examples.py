@@ -80,7 +80,7 @@ def _line_kernel(codes_ptr, scales_ptr, out_ptr):
     tl.store(out_ptr + column[None, :], value)
 
 
-def testload_line(device: torch.device) -> None:
+def test_load_line(device: torch.device) -> None:
     codes = torch.tensor([0, 0, 0, 0, 2, 4, 0, 0], dtype=torch.int8, device=device)
     codes[:4] = torch.tensor([0.5], device=device).view(torch.int8)
     out = torch.zeros(2, device=device)

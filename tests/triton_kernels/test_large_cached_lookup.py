@@ -10,6 +10,7 @@ from tests.support.cached_lookups import Cache, assert_same_numbers, batch, cach
 from tests.support.tolerance import assert_same_bits
 from torchembed.core.cached_lookups import LINE_DTYPES
 from torchembed.ops.cached_lookup import FoundLines, LineCopies, LineUse
+from torchembed.ops.hash_table import HashTables
 from torchembed.triton_kernels import cached_lookup, large_cached_lookup
 
 
@@ -106,6 +107,19 @@ def test_lookups_of_one_kind_of_ids(
     actual = look_up(made, keys, tables, copies, reads=True)
     assert_same_lookup(actual, expected)
     assert actual.found.num_missing.tolist() == [num_ids * lacking]
+
+
+def test_lookups_without_tables(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_in_each_block(monkeypatch)
+    made = cache(torch.float32, 3, device)
+    no_tables = HashTables(*[None if part is None else part[:0] for part in made.tables])  # type: ignore[arg-type]
+    without = Cache(no_tables, made.lines[:0], made.dtype, made.dim, [])
+    keys = torch.arange(20, device=device)
+    no_ids = torch.full_like(keys, -1, dtype=torch.int32)
+    copies = LineCopies(made.lines[:1], no_ids[:0])
+    found = look_up(without, keys, no_ids, copies, reads=True).found
+    assert (found.rows == 0).all() and (found.slots == -1).all()
+    assert int(found.num_missing) == 0
 
 
 def test_lines_are_read_region_by_region(
