@@ -14,8 +14,8 @@ struct RowRounding {
   uint64_t key = 0;          // its counters are the groups of four columns
   int64_t first_column = 0;  // the place, in its group, of the column that the row begins with
 
-  // Random bits for kLanes columns of the row, of which the upper 16 count: the columns of a group
-  // take one 16 bits after the other of the 64 that are drawn for them.
+  // Random bits for kLanes columns of the row from `column` on, of which the upper 16 count. 64 are
+  // drawn for each group and give 16 to each of its columns, the upper ones to the first.
   TORCHEMBED_INLINE void draw(int64_t column, uint64_t* bits) const {
     const uint64_t place = (uint64_t)(first_column + column);
     uint64_t groups[kLanes / 4 + 1];

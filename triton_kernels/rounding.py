@@ -34,9 +34,9 @@ def round_to_nearest(value, DTYPE: tl.constexpr):
 def stochastic_round(value, random, DTYPE: tl.constexpr):
     """Float32 ``value`` as the 16-bit DTYPE, up or down with probability by nearness.
 
-    ``random`` holds 64 bits (uint64) for each element: the upper 16 are added below what bfloat16
-    keeps, the upper 13 below what float16 keeps, and the sum is cut off. Values that DTYPE holds
-    stay; infinities, NaN and float16's overflow round to nearest.
+    ``random`` holds a uint64 for each element, whose upper 16 bits are random: these are added
+    below what bfloat16 keeps, their upper 13 below what float16 keeps, and the sum is cut off.
+    Values that DTYPE holds stay; infinities, NaN and float16's overflow round to nearest.
 
     Example: 1 + 2**-9 lies a quarter of the way from 1 to 1 + 2**-7, its neighbours in bfloat16.
     With upper bits 0xC000 (three quarters of 2**16) it becomes 1 + 2**-7, with 0xBFFF it becomes 1.

@@ -63,8 +63,8 @@ def _rowwise_update_adam_step_kernel(
 def _rounding_bits(
     row, columns, row_offsets_ptr, row_keys_ptr, first_columns_ptr, num_tables, step
 ):
-    """Random bits for each element, a function of table, row, step and column alone: its own 16
-    of the 64 that four columns share, upmost."""
+    """Random bits for each element, uint64, a function of table, row, step and column alone, of
+    which the upper 16 count: the element's own of the 64 that four columns share."""
     # The last table that begins at or before the row, so never one without rows.
     table = count_not_above(row_offsets_ptr, num_tables, row, 1, 1) - 1
     row_key = random_bits(tl.load(row_keys_ptr + table), row)

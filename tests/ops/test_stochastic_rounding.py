@@ -210,17 +210,19 @@ def test_a_row_draws_the_same_wherever_its_table_stands(
     assert_same_bits(torch.cat([in_group(1, 0, 2), in_group(3, 2, 5)]), whole)
 
 
+@pytest.mark.parametrize("dim", [8, 40])
+@pytest.mark.parametrize("first", [5, 6, 7])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_columns_draw_the_same_wherever_they_are_held(
-    dtype: torch.dtype, device: torch.device
+    dtype: torch.dtype, first: int, dim: int, device: torch.device
 ) -> None:
-    values = normal(7, 24, seed=0)
+    values = normal(7, 16 + dim, seed=0)
     whole = rounded(values, dtype, 6, device)
-    first_columns = torch.tensor([5, 0, 16], device=device)
+    first_columns = torch.tensor([first, 0, 16], device=device)
     keys = rounding_keys(device)._replace(first_columns=first_columns)
-    part = torch.cat([values[:3, 5:13], values[3:, 16:]])
+    part = torch.cat([values[:3, first : first + dim], values[3:, 16:]])
     result = rounded(part, dtype, 6, device, keys)
-    assert_same_bits(result[:3], whole[:3, 5:13])
+    assert_same_bits(result[:3], whole[:3, first : first + dim])
     assert_same_bits(result[3:], whole[3:, 16:])
 
 

@@ -27,9 +27,9 @@ def run_gradients(
 def stochastic_round(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     """Round float32 ``value`` to ``dtype`` up or down with probability proportional to nearness.
 
-    ``bits`` holds 64 random bits for each element; their upper 16 are used for bfloat16, their
-    upper 13 for float16. Values that ``dtype`` holds exactly stay as they are. Infinities, NaN, and
-    float16's overflow round as ``Tensor.to`` does.
+    ``bits`` holds an int64 for each element, whose upper 16 bits are random: all of them are used
+    for bfloat16, their upper 13 for float16. Values that ``dtype`` holds exactly stay as they are.
+    Infinities, NaN, and float16's overflow round as ``Tensor.to`` does.
     """
     nearest = value.to(dtype)
     if dtype == torch.bfloat16:
@@ -55,8 +55,8 @@ def rounding_bits(
     step: Tensor,
 ) -> Tensor:
     """Random bits for each element of each of ``rows``, int64 ``[N, dim]``, of which the upper 16
-    count: four columns that follow a multiple of four take one 16 bits after the other of the 64
-    that are drawn for them, the upper ones first."""
+    count. 64 are drawn for each group of four columns, the first of which is a multiple of four,
+    and give 16 to each column, the upper ones to the first."""
     table = torch.searchsorted(row_offsets, rows.long(), right=True) - 1
     row_key = random_bits(row_keys[table], rows.long())
     step_key = random_bits(row_key, step.long())
