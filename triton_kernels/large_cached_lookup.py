@@ -40,8 +40,8 @@ _NUM_ACCESSES = 4
 
 @triton.jit
 def _share_of_region(line, position, REGION_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Which share of its region each ``line [N]``, of id ``position [N]``, is counted in: the shares
-    of a region are neighbours, and ids of one BLOCK of positions that read one region have one share.
+    """Which share of its region each ``line [N]``, of id ``position [N]``, is counted in: shares of
+    a region are neighbours, and ids of a BLOCK of positions that read one region have one share.
 
     Example: regions of 4 lines, blocks of 8: line 5 of id 17 is in share 18, the third of region 1.
     """

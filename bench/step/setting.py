@@ -8,9 +8,10 @@ from torch.optim.optimizer import ParamsT
 
 
 class Precisions(NamedTuple):
-    """What a step rounds to, by the names of :class:`StepSetting`."""
+    """What a step rounds to: fields of :class:`StepSetting`."""
 
     dense: str
+    """Its ``precision``; ``fp64`` of losses that are taken for exact."""
     wire: str
     rows: str
 

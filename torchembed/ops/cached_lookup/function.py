@@ -55,10 +55,10 @@ def cached_lookup(
 ) -> FoundLines:
     """Find the slot of each key in its table, and read the line that is there, as float32.
 
-    A key without a slot reads the line behind the slots of its table, its default. Hits and misses
-    are counted, too, and the last use is noted. On a GPU it is one launch for few keys; for many
-    some more, of which the last one reads lines of the host beside copies, by where they are.
-    Deterministic; never synchronizes.
+    A key without a slot reads the line behind the slots of its table, its default. Where ``use``
+    says so, hits and misses are counted, and the last use is noted. On a GPU it is one launch for
+    few keys, and several for many, the last of which reads lines of the host region by region,
+    beside copies. Deterministic; never synchronizes.
 
     Worked example: one table of a bucket of two slots, whose slot 1 holds key 7, and ``lines`` of
     the floats ``1``, ``2`` and ``9``: keys ``[7, 8, 7]`` of tables ``[0, 0, -1]`` give rows

@@ -14,7 +14,7 @@ _MAX_WAITING_LOOKUPS = 64
 """Lookups that wait for the thread. What further ones missed is not inserted, and is missed again.
 """
 _LOOKUPS_BETWEEN_KEPT = 16
-"""Lookups between two whose rows a cache of whole tables is to have on the device."""
+"""Lookups between two whose uses a cache of whole tables notes."""
 
 
 class _Missed(NamedTuple):
@@ -29,7 +29,7 @@ class _Missed(NamedTuple):
 
 
 class _Used(NamedTuple):
-    """A lookup whose rows are to be on the device."""
+    """A lookup whose uses are to be noted."""
 
     found: FoundRows
     event: torch.cuda.Event | None
@@ -37,7 +37,7 @@ class _Used(NamedTuple):
 
 
 class WorkBehind:
-    """Inserts rows that lookups missed, and has rows that they use often on the device, by a
+    """Inserts rows that lookups missed, and has the rows that they use most on the device, by a
     thread.
 
     Args:
@@ -57,7 +57,7 @@ class WorkBehind:
             self._work, lambda: totals.add(Count.FAILED_INSERTIONS), _MAX_WAITING_LOOKUPS
         )
         self._num_until_kept = 0
-        """Lookups before the next one whose rows are to be on the device."""
+        """Lookups before the next one whose uses are noted."""
 
     def insert(self, keys: Tensor, tables: Tensor, found: FoundRows, *, is_counted: bool) -> None:
         """Insert the rows that a lookup of ``keys [L]`` of ``tables [L]`` missed, and count them
@@ -74,8 +74,9 @@ class WorkBehind:
             self._totals.add(Count.DROPPED_INSERTIONS)
 
     def keep(self, found: FoundRows) -> None:
-        """Have the rows of some lookups on the device: of every one that would be much of its
-        time, and rows that are used often are among those of any."""
+        """Note the uses of some lookups, and have the rows on the device that were used most. To
+        note those of each lookup would take much of its time, and rows that are used often are
+        among those of any."""
         self._num_until_kept -= 1
         if self._num_until_kept < 0:
             self._thread.offer(_Used(found, _event_of(found.is_missing)))
