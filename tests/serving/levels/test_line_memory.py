@@ -95,6 +95,9 @@ def test_counts_of_uses_have_an_end(device: torch.device) -> None:
     use(lines, {3: 70_000})
     use(lines, {3: 70_000, 4: 1})
     assert copied(lines) == {3}
+    for _ in range(10):  # after each of which uses count half
+        use(lines, {4: 100})
+    assert copied(lines) == {4}
 
 
 def test_copies_are_equal_to_lines_that_are_written(device: torch.device) -> None:
