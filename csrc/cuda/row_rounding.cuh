@@ -38,9 +38,8 @@ __device__ float rounded_at_random(float value, uint32_t random) {
   }
 }
 
-// How a row of Values is rounded; nothing for float. Four columns that follow a multiple of four
-// take one 16 bits after the other of the 64 random ones that are drawn for them, the upper ones
-// first.
+// How a row of Values is rounded; nothing for float. 64 random bits are drawn for each group of
+// four columns, and give 16 to each, the upper ones to the first.
 template <class Value>
 struct RowRounding {
   bool is_random = false;

@@ -1,5 +1,5 @@
-// Updates of rows as update_kernel.cuh, with the same sums, for wide rows, and most of all for
-// those of 16 bits.
+// Updates of rows as update_kernel.cuh, with the same sums, for wide rows of 16 bits, and for some
+// of float32.
 //
 // A warp's copies never run out: short runs and chunks of long ones go through one pipeline, which
 // looks ahead into the next batch. That takes registers, so that there are fewer warps, each with

@@ -5,7 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "update_kernel.cuh"
-#include "update_narrow_rows.h"
+#include "updates_by_width.h"
 
 namespace torchembed {
 namespace {

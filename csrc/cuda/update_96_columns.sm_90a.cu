@@ -3,7 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "narrow_kernel.cuh"
-#include "update_narrow_rows.h"
+#include "updates_by_width.h"
 
 namespace torchembed {
 

@@ -3,9 +3,9 @@
 #include <cuda_runtime.h>
 
 #include "update_kernel.cuh"
-#include "update_narrow_rows.h"
 #include "update_rows.h"
 #include "update_wide_rows.h"
+#include "updates_by_width.h"
 
 namespace torchembed {
 namespace {

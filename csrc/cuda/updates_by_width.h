@@ -1,4 +1,4 @@
-// Updates of narrow rows. Each width has a file of its own, so that they are compiled side by side,
+// Updates of rows of one width. Each has a file of its own, so that they are compiled side by side,
 // and like wide rows for fewer GPUs.
 
 #pragma once
