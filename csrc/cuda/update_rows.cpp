@@ -105,10 +105,11 @@ void update_rows_on(const Tensor& weight, std::optional<Tensor> state0,
   update.row_type = row_type("weight", weight);
   update.grad_type = row_type("grad", grad);
   for (const Tensor* rows : {&weight, &grad}) {
-    STD_TORCH_CHECK(rows->dim() == 2 && has_update_of(dim, update.row_type) &&
-                        rows->size(1) == dim && rows->is_contiguous(),
-                    "weight and grad must be contiguous and both have 128, 256 or 512 columns, or 64 "
-                    "or 96 where weight is float32");
+    STD_TORCH_CHECK(
+        rows->dim() == 2 && has_update_of(dim, update.row_type) && rows->size(1) == dim &&
+            rows->is_contiguous(),
+        "weight and grad must be contiguous and both have 128, 256 or 512 columns, or 64 "
+        "or 96 where weight is float32");
   }
   const States states = states_of(optimizer);
   check_memory("grad", grad, weight, grad.numel());
