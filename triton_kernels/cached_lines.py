@@ -60,7 +60,8 @@ class LineViews(NamedTuple):
 
 
 class LineLayout(NamedTuple):
-    """Where elements of lines are, as :func:`load_line` takes it."""
+    """The elements from a line to the next one, those before its first column, which its scale
+    takes, and whether they are float8_e4m3fn: constants of kernels that call :func:`load_line`."""
 
     STRIDE: int
     FIRST: int
@@ -86,5 +87,6 @@ def line_layout(lines: Tensor, dtype: torch.dtype) -> LineLayout:
 
 
 def _kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What kernels take in place of ``dtype``: the bits of what the interpreter has no type for."""
+    """The dtype in which a kernel loads elements of ``dtype``: uint8 for float8_e4m3fn, which
+    Triton's interpreter does not have."""
     return torch.uint8 if dtype == torch.float8_e4m3fn else dtype

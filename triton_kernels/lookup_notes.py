@@ -1,4 +1,5 @@
-"""What kernels of lookups leave behind: counts, last uses, and the number of ids without a row."""
+"""Functions of lookup kernels that count hits and misses, record the last use of slots, and sum the
+ids without a row."""
 
 import triton
 import triton.language as tl
