@@ -18,6 +18,8 @@ OF_TABLES = {
     "sgd": optim.SGD,
 }
 WIRES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
+UNDER_AUTOCAST = ("bf16", "fp8")
+"""Precisions of a dense part that is under ``torch.autocast`` in bfloat16."""
 NO_BOUND = 1 << 60
 """Bytes of memory."""
 
@@ -36,7 +38,7 @@ def make_planner(
         hotness=dict(zip(workload.KEYS, workload.HOTNESS, strict=True)),
         distinct_ids=workload.distinct_ids(ids, batch_size, max_rows, row_factor),
         optimizer=OF_TABLES[optimizer],
-        autocast=torch.bfloat16 if precision in ("bf16", "fp8") else None,
+        autocast=torch.bfloat16 if precision in UNDER_AUTOCAST else None,
         fixed_hotness=True,
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from bench.data import dlrm_dcnv2 as workload
+from bench.planning.step_costs import UNDER_AUTOCAST
 from torchembed.data import Batch
 from torchembed.modules.dense.float8_linear import LEAST_WIDTH
 
@@ -67,7 +68,7 @@ def floor_seconds(
         optimizer, precision, wire, rows: as in :class:`bench.step.setting.StepSetting`.
     """
     num_dense = workload.NUM_DENSE_PARAMETERS
-    is_half = precision in ("bf16", "fp8")
+    is_half = precision in UNDER_AUTOCAST
     act_bytes = 2 if is_half else 4
     wire_bytes = {"fp32": 4, "fp8": 1}.get(wire, 2)
     row_bytes = (2 if rows == "bf16" else 4) * workload.DIM
@@ -79,8 +80,9 @@ def floor_seconds(
     update = num_unique / num_ranks * 2 * (row_bytes + state_bytes) + vectors * act_bytes
     flops_rate = rates.flops if is_half else rates.flops / 2
     flops = workload.FLOPS_PER_SAMPLE
-    if precision == "fp8":  # twice the rate, for all but the gradients of weights
-        flops -= 2 * (2 * _NUM_WIDE_PARAMETERS) / 2
+    if precision == "fp8":
+        # Of three products of each layer, two are at twice the rate: all but the weight's gradient.
+        flops -= 2 * _NUM_WIDE_PARAMETERS
     dense = max(size * flops / flops_rate, 3 * num_dense * act_bytes / rates.bytes)
     shadow_bytes = 2 if is_half else 0
     states = 0 if optimizer == "sgd" else 2

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from bench.planning.step_costs import OF_TABLES
+from bench.planning.step_costs import OF_TABLES, UNDER_AUTOCAST
 from bench.step.setting import StepSetting
 from torchembed import optim
 from torchembed.tables import table_of
@@ -42,4 +42,4 @@ def make_optimizers(model: nn.Module, setting: StepSetting) -> ModelOptimizers:
 
 def half_precision(setting: StepSetting) -> torch.dtype | None:
     """The dtype of ``torch.autocast`` around the model; None where it computes in float32."""
-    return torch.bfloat16 if setting.precision in ("bf16", "fp8") else None
+    return torch.bfloat16 if setting.precision in UNDER_AUTOCAST else None

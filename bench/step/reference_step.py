@@ -26,7 +26,6 @@ LARGEST_ROUNDING = {"bf16": 2**-8, "fp8": 2**-8, "tf32": 2**-10, "fp32": 2**-20}
 
 EXACT = Precisions(dense="fp64", wire="fp32", rows="fp32")
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-ROW_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Expected(NamedTuple):

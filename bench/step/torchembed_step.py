@@ -17,7 +17,6 @@ from bench.planning.step_costs import (
     wire_precision,
 )
 from bench.step.model_optimizers import half_precision, make_optimizers
-from bench.step.reference_step import ROW_DTYPES
 from bench.step.setting import StepSetting
 from bench.step.stages import stage_milliseconds
 from torchembed import Dynamic, plan_embeddings, shard_embeddings
@@ -27,6 +26,8 @@ from torchembed.ops.binary_cross_entropy import binary_cross_entropy
 from torchembed.sharding import CPU, Topology, WireTransport
 from torchembed.sharding.planning.topology import GPUS
 from torchembed.training import TrainPipeline
+
+_ROW_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class TorchembedStep:
@@ -41,7 +42,7 @@ class TorchembedStep:
         device, num_ranks = setting.device, dist.get_world_size()
         half = half_precision(setting)
         self.model = workload.make_model(
-            workload.table_configs(setting.max_rows, dynamic, dtype=ROW_DTYPES[setting.rows]),
+            workload.table_configs(setting.max_rows, dynamic, dtype=_ROW_DTYPES[setting.rows]),
             workload.DENSE_SIZES,
             table_device=device if num_ranks == 1 else "meta",
             device=device,
