@@ -12,10 +12,10 @@ from torchembed.core.ranks.collectives import (
     is_of_some,
     make_cpu_group,
     rank,
-    start_minimum,
     sum_over_ranks,
     world_size,
 )
+from torchembed.core.ranks.minimum import start_minimum
 
 __all__ = [
     "any_rank",

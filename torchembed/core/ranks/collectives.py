@@ -3,9 +3,7 @@
 Without a process group there is one rank, and nothing is sent.
 """
 
-import array
 import datetime
-from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -72,6 +70,13 @@ def _group() -> dist.ProcessGroup | None:
     return None if default is None else _cpu_groups.get(default)
 
 
+def group_of_cpu_tensors() -> dist.ProcessGroup:
+    """The process group that this module's collectives use; there is a default one."""
+    default = dist.group.WORLD
+    assert default is not None
+    return _cpu_groups.get(default, default)
+
+
 def check_cpu_backend() -> None:
     """Raise ``RuntimeError`` where the process group cannot carry CPU tensors."""
     if not dist.is_initialized() or _group() is not None:
@@ -95,39 +100,6 @@ def any_rank_each(*flags: bool) -> list[bool]:
     numbers = torch.tensor(flags, dtype=torch.int32)
     dist.all_reduce(numbers, dist.ReduceOp.MAX, group=_group())
     return [bool(number) for number in numbers.tolist()]
-
-
-def start_minimum(*numbers: int) -> Callable[[], tuple[int, ...]]:
-    """Start to take the minimum of each of ``numbers`` over all ranks; every rank must call it.
-
-    Returns:
-        A function that waits for the result and returns it, in any thread and as often as called.
-    """
-    if world_size() == 1:
-        return lambda: numbers
-    # Every step does this: torch.tensor() takes six times as long, and dist.all_reduce() first asks
-    # what is known here.
-    least = torch.frombuffer(array.array("q", numbers), dtype=torch.int64)
-    default = dist.group.WORLD
-    assert default is not None
-    group = _cpu_groups.get(default, default)
-    return _Minimum(least, group.allreduce(least, dist.ReduceOp.MIN))
-
-
-class _Minimum:
-    """The result of a collective that is under way; waits for it when called first."""
-
-    __slots__ = ("_found", "_least", "_work")
-
-    def __init__(self, least: Tensor, work: dist.Work) -> None:
-        self._least, self._work = least, work
-        self._found: tuple[int, ...] | None = None
-
-    def __call__(self) -> tuple[int, ...]:
-        if self._found is None:
-            self._work.wait()
-            self._found = tuple(self._least.tolist())
-        return self._found
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -1,0 +1,236 @@
+"""Integers that ranks show each other in shared memory: minima, rings that go round, and ends."""
+
+import errno
+import multiprocessing
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.ranks import run_on_ranks
+from torchembed.core import ranks
+from torchembed.core.ranks import minimum, node_numbers
+from torchembed.core.ranks.node_numbers import MOST_PENDING, NodeNumbers, file_bytes, make_file
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+MOST_NUMBERS = 4
+GREATEST, LEAST = 2**63 - 1, -(2**63)
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    made = make_file(2, MOST_NUMBERS)
+    assert made is not None
+    yield made
+    made.unlink()
+
+
+@pytest.fixture
+def in_process() -> Iterator[Callable[..., Any]]:
+    """Starts a function of another rank in a process of its own."""
+    context, started = multiprocessing.get_context("fork"), []
+
+    def start(function: Callable[..., object], *arguments: Any) -> None:
+        started.append(context.Process(target=function, args=arguments, daemon=True))
+        started[-1].start()
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def opened(path: Path, rank: int, timeout_seconds: float = 60.0) -> NodeNumbers:
+    return NodeNumbers(path, rank, 2, MOST_NUMBERS, timeout_seconds)
+
+
+def numbers_of(rank: int, number: int) -> list[int]:
+    return [rank + number, -rank, GREATEST - rank, LEAST + number * rank]
+
+
+def read_late(num_pending: int) -> list[tuple[int, ...]]:
+    """The results of a rank that waits for none before it has started ``num_pending``; every rank
+    in another order."""
+    rank = dist.get_rank()
+    results = [ranks.start_minimum(*numbers_of(rank, n)) for n in range(num_pending)]
+    order = range(num_pending) if rank == 0 else reversed(range(num_pending))
+    for number in order:
+        assert results[number]() is results[number]()
+    return [result() for result in results]
+
+
+def in_threads(num_results: int) -> list[tuple[int, ...]]:
+    """Results that other threads than the one that started them wait for."""
+    rank, found = dist.get_rank(), {}
+    for number in range(num_results):
+        result = ranks.start_minimum(*numbers_of(rank, number))
+
+        def wait(number: int = number, result: Any = result) -> None:
+            found[number] = result()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        if number % 3 == rank:
+            time.sleep(1e-3)
+        thread.join()
+    return [found[number] for number in range(num_results)]
+
+
+def without_shared_memory(num_results: int) -> list[tuple[int, ...]]:
+    """Results by the process group."""
+    minimum._of_node.clear()
+    if dist.get_rank() == 0:
+        minimum.make_file = lambda num_ranks, most_numbers: None
+    found = [ranks.start_minimum(*numbers_of(dist.get_rank(), n))() for n in range(num_results)]
+    assert list(minimum._of_node.values()) == [None]
+    return found
+
+
+def on_another_node(num_results: int) -> list[tuple[int, ...]]:
+    """Results where the last rank does not find the file."""
+    minimum._of_node.clear()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        minimum._open = lambda *arguments: None
+    found = [ranks.start_minimum(*numbers_of(dist.get_rank(), n))() for n in range(num_results)]
+    assert list(minimum._of_node.values()) == [None]
+    return found
+
+
+def of_all_ways() -> dict[str, Any]:
+    before = set(node_numbers._FOLDER.glob("torchembed-*"))
+    shared = {
+        "late": read_late(3 * MOST_PENDING),
+        "in threads": in_threads(20),
+        "is shared": all(isinstance(made, NodeNumbers) for made in minimum._of_node.values()),
+    }
+    left = set(node_numbers._FOLDER.glob("torchembed-*")) - before
+    mapped = Path("/proc/self/maps").read_text()
+    return {
+        **shared,
+        "left": sorted(path.name for path in left if path.name in mapped),
+        "by the group": without_shared_memory(5),
+        "on another node": on_another_node(5),
+    }
+
+
+def test_all_ranks_find_the_least_of_all() -> None:
+    num_ranks = 3
+    for found in run_on_ranks(num_ranks, of_all_ways):
+        assert found.pop("is shared") is True
+        assert found.pop("left") == []
+        for results in found.values():
+            assert results == [
+                tuple(map(min, *(numbers_of(rank, number) for rank in range(num_ranks))))
+                for number in range(len(results))
+            ]
+
+
+def test_a_rank_that_starts_many_waits_for_the_others(
+    path: Path, in_process: Callable[..., Any]
+) -> None:
+    """A ring is not written over before all have read it."""
+    mine = opened(path, 0, timeout_seconds=0.3)
+
+    def other() -> None:
+        opened(path, 1).start([0])
+        time.sleep(60.0)
+
+    in_process(other)
+    assert mine.start([1])() == (0,)
+    for _ in range(MOST_PENDING - 1):
+        mine.start([1])
+    mine.start([1])  # the first of them was waited for
+    with pytest.raises(TimeoutError, match="rank 1 did not tell the others"):
+        mine.start([1])
+
+
+def test_a_rank_that_ends_is_named(path: Path, in_process: Callable[..., Any]) -> None:
+    mine = opened(path, 0)
+
+    def other() -> None:
+        opened(path, 1).start([3, 4])
+        os._exit(1)
+
+    in_process(other)
+    first, second = mine.start([5, 2]), mine.start([5, 2])
+    assert first() == (3, 2)  # given before it ended
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"^rank 1 has ended before it told the others"):
+        second()
+    assert time.monotonic() - start < 30.0
+
+
+def test_a_rank_that_does_not_come_is_named(path: Path, in_process: Callable[..., Any]) -> None:
+    mine = opened(path, 0, timeout_seconds=0.4)
+
+    def other() -> None:
+        kept = opened(path, 1)
+        time.sleep(60.0)
+        del kept
+
+    in_process(other)
+    while mine._has_ended(1):  # it has not begun yet
+        time.sleep(0.01)
+    with pytest.raises(
+        TimeoutError,
+        match=re.escape(
+            "rank 1 did not tell the others about its next batch within 0.4 s; every rank must "
+            "read equally many batches: look for one that failed, or give init_process_group a "
+            "longer timeout"
+        ),
+    ):
+        mine.start([1])()
+
+
+def test_a_record_that_is_seen_in_part_is_read_again(path: Path) -> None:
+    mine = opened(path, 0, timeout_seconds=0.05)
+    result = mine.start([7])
+    place = mine._place(1, 1)
+    for record in ([1, 6, 0], [2, 6, node_numbers._check(2, [6])]):
+        mine._memory[place : place + 24] = b"".join(n.to_bytes(8, "little") for n in record[:2]) + (
+            record[2].to_bytes(8, "little", signed=True)
+        )
+        mine._has_ended = lambda rank: False  # type: ignore[method-assign]
+        with pytest.raises(TimeoutError):
+            result()
+    mine._memory[place : place + 8] = (1).to_bytes(8, "little")
+    mine._memory[place + 16 : place + 24] = node_numbers._check(1, [6]).to_bytes(
+        8, "little", signed=True
+    )
+    assert result() == (6,)
+
+
+def test_too_many_numbers_are_refused(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^numbers must be at most 4, got 5 of them$"):
+        opened(path, 0).start(range(5))
+
+
+def test_no_file_is_made_without_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(node_numbers, "_FOLDER", tmp_path / "none")
+    assert make_file(2, 4) is None
+    monkeypatch.setattr(node_numbers, "_FOLDER", tmp_path)
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        assert make_file(2, 4) is None
+    assert not list(tmp_path.iterdir())
+    made = make_file(2, 4)
+    assert made is not None
+    assert made.stat().st_size == file_bytes(2, 4) == 2 * 2 * MOST_PENDING * (4 + 2) * 8
+
+
+def test_a_missing_file_is_of_another_node(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        opened(tmp_path / "none", 0)
+    assert minimum._open(tmp_path / "none", 2, 4) is None

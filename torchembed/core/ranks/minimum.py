@@ -1,0 +1,93 @@
+"""Minima of integers over all ranks, found while the host goes on."""
+
+import array
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchembed.core.ranks.collectives import (
+    any_rank,
+    default_timeout,
+    from_first_rank,
+    group_of_cpu_tensors,
+    rank,
+    world_size,
+)
+from torchembed.core.ranks.node_numbers import Minima, NodeNumbers, make_file
+
+_SPARE_NUMBERS = 24
+"""More than the integers of a result, but for one of each rank."""
+
+
+def start_minimum(*numbers: int) -> Minima:
+    """Start to take the minimum of each of ``numbers`` over all ranks; every rank must call it.
+
+    Within one node ranks show each other their numbers, over several nodes the process group
+    reduces them. The first call finds out which, and waits for all ranks.
+
+    Args:
+        numbers: integers of 64 bits; at most 24, and one of each rank.
+
+    Returns:
+        A function that waits for the result and returns it, in any thread and as often as called.
+    """
+    if world_size() == 1:
+        return lambda: numbers
+    default = dist.group.WORLD
+    assert default is not None
+    if default not in _of_node:
+        _of_node.clear()
+        _of_node[default] = _open_on_all_ranks()
+    of_node = _of_node[default]
+    if of_node is not None:
+        return of_node.start(numbers)
+    # Every step does this: torch.tensor() takes six times as long, and dist.all_reduce() first asks
+    # what is known here.
+    least = torch.frombuffer(array.array("q", numbers), dtype=torch.int64)
+    return _Minimum(least, group_of_cpu_tensors().allreduce(least, dist.ReduceOp.MIN))
+
+
+_of_node: dict[dist.ProcessGroup, NodeNumbers | None] = {}
+"""For the default process group the numbers of its ranks; None where they are on several nodes, or
+the node has no shared memory."""
+
+
+def _open_on_all_ranks() -> NodeNumbers | None:
+    """The numbers of all ranks, or None on all of them; collective."""
+    num_ranks, most_numbers = world_size(), world_size() + _SPARE_NUMBERS
+    made = make_file(num_ranks, most_numbers) if rank() == 0 else None
+    path = from_first_rank(None if made is None else str(made))
+    try:
+        opened = None
+        if path is not None:
+            opened = _open(Path(path), num_ranks, most_numbers)
+        return None if any_rank(opened is None) else opened
+    finally:
+        if made is not None:
+            made.unlink()
+
+
+def _open(path: Path, num_ranks: int, most_numbers: int) -> NodeNumbers | None:
+    seconds = default_timeout().total_seconds()
+    try:
+        return NodeNumbers(path, rank(), num_ranks, most_numbers, seconds)
+    except OSError:
+        return None
+
+
+class _Minimum:
+    """The result of a collective that is under way; waits for it when called first."""
+
+    __slots__ = ("_found", "_least", "_work")
+
+    def __init__(self, least: Tensor, work: dist.Work) -> None:
+        self._least, self._work = least, work
+        self._found: tuple[int, ...] | None = None
+
+    def __call__(self) -> tuple[int, ...]:
+        if self._found is None:
+            self._work.wait()
+            self._found = tuple(self._least.tolist())
+        return self._found

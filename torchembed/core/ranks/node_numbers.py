@@ -1,0 +1,200 @@
+"""Integers that the ranks of one node show each other in shared memory."""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+MOST_PENDING = 64
+"""The most results that a rank may have started and not waited for."""
+_NUM_RECORDS = 2 * MOST_PENDING
+_FOLDER = Path("/dev/shm")
+_POLLS = 1000
+"""How often a rank looks for another's record before it sleeps between two looks."""
+_POLL_SECONDS = 1e-4
+_LOOK_SECONDS = 0.1
+"""Time between two looks if a rank still lives that is waited for."""
+
+Minima = Callable[[], tuple[int, ...]]
+"""Waits for a result and returns it, in any thread and as often as called."""
+
+
+class NodeNumbers:
+    """Finds the smallest of each of the integers that the ranks of one node give.
+
+    A rank that gives integers writes a record into shared memory, and one that needs the result
+    reads the records of all: neither calls the system, and no other thread has to wake up, which
+    under a process group's all-reduce costs the main thread more than the rest of a step's host
+    work.
+
+    Each rank has a ring of twice as many records as results may be pending. Whoever starts result
+    ``n`` has read all records of result ``n - MOST_PENDING``, so that every rank had started that
+    one and read those of ``n - 2 * MOST_PENDING``, which the new record replaces.
+
+    A rank holds a lock of the system on one byte of the file for as long as it lives; by it the
+    others find out that it has ended.
+
+    Args:
+        path: of the file, made by :func:`make_file` on one of the ranks.
+        rank: of this process.
+        num_ranks: of all processes, each of which opens the file.
+        most_numbers: the most integers of a result.
+        timeout_seconds: how long another rank's integers are waited for.
+
+    Raises:
+        OSError: where there is no such file, as on another node.
+    """
+
+    def __init__(
+        self, path: Path, rank: int, num_ranks: int, most_numbers: int, timeout_seconds: float
+    ) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        self._most_numbers, self._timeout_seconds = most_numbers, timeout_seconds
+        self._file = os.open(path, os.O_RDWR)
+        weakref.finalize(self, os.close, self._file)
+        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        self._memory = mmap.mmap(self._file, file_bytes(num_ranks, most_numbers))
+        self._record_bytes = _record_bytes(most_numbers)
+        self._num_started = 0
+        self._pending: deque[Minima] = deque()
+
+    def start(self, numbers: Sequence[int]) -> Minima:
+        """Give ``numbers``, each of 64 bits and equally many on every rank, which all must call
+        this equally often.
+
+        Returns:
+            A function that waits for the minimum of each number over the ranks and returns them.
+            It raises ``TimeoutError`` where a rank does not give its own in time, and
+            ``ConnectionError`` where one has ended before.
+        """
+        if len(numbers) > self._most_numbers:
+            raise ValueError(
+                f"numbers must be at most {self._most_numbers}, got {len(numbers)} of them"
+            )
+        if len(self._pending) == MOST_PENDING:
+            self._pending.popleft()()
+        self._num_started += 1
+        number = self._num_started
+        record = struct.Struct(f"{len(numbers) + 2}q")
+        record.pack_into(
+            self._memory, self._place(self._rank, number), number, *numbers, _check(number, numbers)
+        )
+        result = _Pending(self, number, record)
+        self._pending.append(result)
+        return result
+
+    def read(self, number: int, record: struct.Struct) -> tuple[int, ...]:
+        """The minimum of each of the integers of result ``number``."""
+        given = [self._wait_for(rank, number, record) for rank in range(self._num_ranks)]
+        return tuple(map(min, zip(*given, strict=True)))
+
+    def _wait_for(self, rank: int, number: int, record: struct.Struct) -> tuple[int, ...]:
+        """The integers that ``rank`` has given to result ``number``."""
+        place = self._place(rank, number)
+        for _ in range(_POLLS):
+            found = self._record(place, number, record)
+            if found is not None:
+                return found
+            time.sleep(0)  # lets other threads of Python run
+        start = looked = time.monotonic()
+        while True:
+            now, has_ended = time.monotonic(), False
+            if now - looked > _LOOK_SECONDS:
+                looked, has_ended = now, self._has_ended(rank)
+            # Looked at after that, since a rank may give its integers and end.
+            found = self._record(place, number, record)
+            if found is not None:
+                return found
+            if has_ended:
+                raise ConnectionError(
+                    f"rank {rank} has ended before it told the others about its next batch; see "
+                    "its output"
+                )
+            if now - start > self._timeout_seconds:
+                raise TimeoutError(
+                    f"rank {rank} did not tell the others about its next batch within "
+                    f"{self._timeout_seconds:g} s; every rank must read equally many batches: look "
+                    "for one that failed, or give init_process_group a longer timeout"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _record(self, place: int, number: int, record: struct.Struct) -> tuple[int, ...] | None:
+        """The integers of the record at ``place``; None where it is not yet that of ``number``."""
+        found, *numbers, check = record.unpack_from(self._memory, place)
+        # The check fails for a record of which parts are still to be seen by this processor.
+        if found != number or check != _check(number, numbers):
+            return None
+        return tuple(numbers)
+
+    def _has_ended(self, rank: int) -> bool:
+        """True if no process holds the lock of ``rank``."""
+        if rank == self._rank:  # the system gives a process its own locks again
+            return False
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            raise
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
+        return True
+
+    def _place(self, rank: int, number: int) -> int:
+        return (rank * _NUM_RECORDS + number % _NUM_RECORDS) * self._record_bytes
+
+
+class _Pending:
+    """A result that is waited for when called first."""
+
+    __slots__ = ("_found", "_number", "_numbers", "_record")
+
+    def __init__(self, numbers: NodeNumbers, number: int, record: struct.Struct) -> None:
+        self._numbers, self._number, self._record = numbers, number, record
+        self._found: tuple[int, ...] | None = None
+
+    def __call__(self) -> tuple[int, ...]:
+        if self._found is None:
+            self._found = self._numbers.read(self._number, self._record)
+        return self._found
+
+
+def make_file(num_ranks: int, most_numbers: int) -> Path | None:
+    """Make the file of a :class:`NodeNumbers` in the system's shared memory, to be removed once
+    every rank has opened it; None where there is no such memory, or no room in it."""
+    if not _FOLDER.is_dir():
+        return None
+    with contextlib.suppress(OSError):
+        file, name = tempfile.mkstemp(prefix="torchembed-", dir=_FOLDER)
+        try:
+            # A file with holes would end the process that writes where no memory is left.
+            os.posix_fallocate(file, 0, file_bytes(num_ranks, most_numbers))
+        except OSError:
+            Path(name).unlink()
+            raise
+        finally:
+            os.close(file)
+        return Path(name)
+    return None
+
+
+def file_bytes(num_ranks: int, most_numbers: int) -> int:
+    return num_ranks * _NUM_RECORDS * _record_bytes(most_numbers)
+
+
+def _record_bytes(most_numbers: int) -> int:
+    """Bytes of a record: the number of the result, its integers, and their check."""
+    return 8 * (most_numbers + 2)
+
+
+def _check(number: int, numbers: Sequence[int]) -> int:
+    """An integer of 64 bits that is the same on all ranks: Python hashes integers alike in every
+    process."""
+    return hash((number, *numbers))
