@@ -3,7 +3,8 @@
 ``torchrun --nproc-per-node N -m bench.step.train_step`` prints milliseconds a step and what lies
 behind them. All systems begin with the same weights. A figure is printed only where the losses of
 the first steps are plain PyTorch's, as far as the precision goes
-(:mod:`bench.step.reference_step`).
+(:mod:`bench.step.reference_step`). Steps are profiled once all lines are timed, since a process
+that has used the profiler launches kernels and graphs more slowly ever after.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from bench.report.result_file import Row, write_results
 from bench.step.profile import profile_steps
 from bench.step.reference_step import Expected, dense_values, expected_losses
 from bench.step.setting import Precisions, StepSetting
-from bench.step.table import print_row
+from bench.step.table import print_profile, print_row
 from bench.step.torchembed_step import TorchembedStep
 from torchembed import Dynamic
 from torchembed.data import Batch
@@ -49,6 +50,8 @@ stochastically; ``torchembed_fp8_products``: products of wide linear layers in 8
 NUM_CHECKED, NUM_PASSES = 2, 3
 """Batches whose losses are checked, and how often they are taken in turn: what the updates of one
 pass made of the rows, the next one looks up; from the fourth step on our steps are graphs."""
+_WARM_UPS, _PROFILED = 10, 5
+"""Steps before those that are profiled, and the number of these."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,17 @@ class Bench:
                 say(f"{size:5d} {ids:8} left out, the budget is spent")
                 continue
             self._measure_setting(self._setting(size, ids))
+        if not self._on_gpu:
+            return
+        for number, row in enumerate(row for row in self.rows if "ms_median" in row):
+            if self._is_over():
+                say("further profiles left out, the budget is spent")
+                return
+            self._profile_system(row)
+            free_memory()
+            if dist.get_rank() == 0:
+                print_profile(row, is_first=number == 0)
+            self._write()
 
     def _is_over(self) -> bool:
         """True where the first rank's time is up."""
@@ -162,11 +176,14 @@ class Bench:
                 problem = f"{type(error).__name__}: {error}"
                 row = {**self._about(name, own), "not_printed_because": problem}
             free_memory()
+            self.rows.append(row)
             if dist.get_rank() == 0:
-                self.rows.append(row)
                 print_row(row, self.rows)
-                if self._config.output is not None:
-                    write_results(self._config.output, self.rows)
+            self._write()
+
+    def _write(self) -> None:
+        if dist.get_rank() == 0 and self._config.output is not None:
+            write_results(self._config.output, self.rows)
 
     def _about(self, name: str, setting: StepSetting) -> Row:
         """The part of a row that is known before the system is measured."""
@@ -253,11 +270,7 @@ class Bench:
             "input_stalls": system.num_input_stalls,
         }
         if self._on_gpu:
-            row |= self._behind(name, system, stream, setting)
-            # The cost model knows collectives only.
-            if isinstance(system, TorchembedStep) and setting.transport == "collective":
-                row["alone_ms"] = system.alone_ms(batches[-1], self._device)
-                row |= system.predicted
+            row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
             if gpu_name() in RATES:
                 floor = floor_seconds(
                     RATES[gpu_name()],
@@ -306,26 +319,35 @@ class Bench:
             torch.cuda.synchronize()
         dist.barrier()
 
-    def _behind(
-        self, name: str, system: MeasuredSystem[B], stream: Iterator[B], setting: StepSetting
-    ) -> Row:
-        """Peak memory, and what a profile of some steps says."""
-        peak = torch.cuda.max_memory_allocated()
-        profiled = profile_steps(lambda: system.step(stream), 5)
-        folder = self._config.profiles
-        if folder is not None and dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = folder / f"{name}-{setting.batch_size}-{setting.ids}"
-            file.with_suffix(".txt").write_text(profiled.top_kernels(40))
-            profiled.trace.export_chrome_trace(str(file.with_suffix(".json")))
-        return {
-            "peak_memory_gb": peak / 1e9,
-            "kernels": profiled.kernels,
-            "launches": profiled.launches,
-            "host_waits": profiled.host_waits,
-            "gpu_busy_ms": profiled.gpu_busy_ms,
-            "stage_ms": profiled.stage_ms,
-        }
+    def _profile_system(self, row: Row) -> None:
+        """Add to ``row`` what a profile of some steps says, and the stages of one."""
+        setting = self._setting(row["batch_per_gpu"], row["ids"])
+        own = setting_of(row["system"], setting)
+        torch.backends.cuda.matmul.allow_tf32 = own.precision != "fp32"
+        made = [self._batch(setting, step, dist.get_rank()) for step in range(self._num_batches)]
+        system = make_system(row["system"], own, dense_values(setting))
+        with contextlib.closing(system):
+            stream = itertools.cycle([system.batch(batch, self._device) for batch in made])
+            for _ in range(_WARM_UPS):
+                system.step(stream)
+            profiled = profile_steps(lambda: system.step(stream), _PROFILED)
+            row |= {
+                "kernels": profiled.kernels,
+                "launches": profiled.launches,
+                "host_waits": profiled.host_waits,
+                "gpu_busy_ms": profiled.gpu_busy_ms,
+                "stage_ms": profiled.stage_ms,
+            }
+            folder = self._config.profiles
+            if folder is not None and dist.get_rank() == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                file = folder / f"{row['system']}-{row['batch_per_gpu']}-{row['ids']}"
+                file.with_suffix(".txt").write_text(profiled.top_kernels(40))
+                profiled.trace.export_chrome_trace(str(file.with_suffix(".json")))
+            # The cost model knows collectives only.
+            if isinstance(system, TorchembedStep) and own.transport == "collective":
+                row["alone_ms"] = system.alone_ms(made[-1], self._device)
+                row |= system.predicted
 
 
 def setting_of(name: str, setting: StepSetting) -> StepSetting:
