@@ -17,7 +17,7 @@ def test_the_mean_of_all_ranks(num_ranks: int, pushes: bool) -> None:
     assert_means(num_ranks, "cuda", deferrals, "cpu:gloo,cuda:nccl", pushes=pushes)
 
 
-@pytest.mark.parametrize("num_ranks", [4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_the_mean_of_two_nodes(num_ranks: int) -> None:
     if num_ranks > torch.cuda.device_count():
         pytest.skip(f"needs {num_ranks} GPUs, and {torch.cuda.device_count()} are here")
