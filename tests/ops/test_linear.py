@@ -404,6 +404,62 @@ def test_gradients_reach_weights_that_hooks_have_saved(
     assert_gradients()
 
 
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_under_autocast_gradients_are_deferred_too(is_flat: bool, device: torch.device) -> None:
+    """Weights are cast, and their gradients cast back."""
+    module = Deferrable(device)
+    # Whole numbers, whose sums no order rounds.
+    make_whole(module)
+    x = whole(7, 6, seed=0, largest=1, device=device)
+
+    def loss() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return module(x).float().sum()
+
+    loss().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    if is_flat:
+        DenseSGD(module.parameters())
+    # Of 16 bits, the biases of all cross layers are.
+    late = {id(parameter) for parameter in (*module.deferred(), *module.cross.bias)}
+    with DeferredWeightGradients() as deferred:
+        loss().backward()
+        for parameter in module.parameters():
+            assert (parameter.grad is None) == (id(parameter) in late)
+        assert {id(weight) for weight in deferred.weights} == late
+    for parameter, same in zip(module.parameters(), expected, strict=True):
+        assert parameter.grad.dtype is torch.float32
+        assert_same_bits(parameter.grad, same)
+        if is_flat and id(parameter) in late:
+            assert slot_of(parameter).holds(parameter.grad)
+    hooked = module.last[0].weight
+    hooked.register_hook(lambda grad: 2 * grad)
+    module.zero_grad()
+    with DeferredWeightGradients() as deferred:
+        loss().backward()
+        assert hooked.grad is not None
+    position = next(n for n, p in enumerate(module.parameters()) if p is hooked)
+    assert_same_bits(hooked.grad, 2 * expected[position])
+
+
+def test_under_autocast_gradients_of_a_shared_weight_are_added_up(device: torch.device) -> None:
+    layer = MLP(4, [4], device=device)
+    make_whole(layer)
+    x = whole(3, 4, seed=0, largest=1, device=device)
+    weight = layer[0].weight
+
+    def loss() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return layer(layer(x)).float().sum() + weight.square().sum()
+
+    loss().backward()
+    expected, weight.grad = weight.grad, None
+    with DeferredWeightGradients():
+        loss().backward()
+    assert torch.equal(weight.grad, expected)
+
+
 def test_deferred_gradients_of_a_shared_weight_are_added_up(device: torch.device) -> None:
     layer = MLP(4, [4], device=device)
     make_whole(layer)

@@ -1,6 +1,7 @@
 """Gradients of weights in backward: into their slots, and later or on another stream if asked."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
 
@@ -27,6 +28,17 @@ class Completion(NamedTuple):
     """Called on the stream with parameters whose gradients are final."""
     changed: Sequence[Tensor]
     """Tensors that the early use may change."""
+
+
+class CastParameter(NamedTuple):
+    """Stands for a tensor that :func:`cast_parameter` made."""
+
+    parameter: Tensor
+    """What was cast."""
+
+
+Parameter = Tensor | CastParameter
+"""The parameter behind an argument of a layer: the argument itself, or what was cast to it."""
 
 
 class DeferredWeightGradients:
@@ -160,25 +172,53 @@ def are_deferred() -> bool:
     return bool(_entered) and not torch.compiler.is_compiling()
 
 
+_CAST_OF = "torchembed_cast_of"
+"""Attribute of a tensor that :func:`cast_parameter` made: what was cast."""
+
+
+def cast_parameter(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """``parameter`` in ``dtype``, as under ``torch.autocast``; the gradient of a leaf may be
+    deferred as if it had not been cast."""
+    cast = parameter.to(dtype)
+    if cast is not parameter and parameter.is_leaf and not torch.compiler.is_compiling():
+        setattr(cast, _CAST_OF, parameter)
+    return cast
+
+
 def keep_parameters(ctx: FunctionContext, *parameters: Tensor | None) -> None:
-    """Keep in ``ctx.parameters`` those of ``parameters`` that are leaves, with None for others.
+    """Keep in ``ctx.parameters`` those of ``parameters`` that are leaves, or were cast from leaves
+    by :func:`cast_parameter`, with None for others.
 
     For ``forward``. Saved tensors will not do: where hooks save them (activation checkpointing,
     ``save_on_cpu``), ``backward`` gets copies, which are nobody's parameter.
     """
-    leaves = [None if p is None or not p.is_leaf else p for p in parameters]
-    ctx.parameters = [None] * len(leaves) if torch.compiler.is_compiling() else leaves
+    kept = [None if p is None else _parameter_behind(p) for p in parameters]
+    ctx.parameters = [None] * len(kept) if torch.compiler.is_compiling() else kept
 
 
-def weight_gradient(weight: Tensor | None, compute: Compute) -> Tensor | None:
+def _parameter_behind(tensor: Tensor) -> Parameter | None:
+    if tensor.is_leaf:
+        return tensor
+    parameter = getattr(tensor, _CAST_OF, None)
+    return None if parameter is None else CastParameter(parameter)
+
+
+def weight_gradient(weight: Parameter | None, compute: Compute) -> Tensor | None:
     """Gradient of ``weight`` for ``backward`` of an ``autograd.Function`` to return.
 
     That is ``compute``'s result, in the slot of the weight's gradient where it has one; or None
-    where the gradient is deferred.
+    where the gradient is deferred. Of a weight that was cast, the gradient is cast back, as the
+    engine does if it is not deferred.
 
     Args:
         weight: as :func:`keep_parameters` kept it; None where it is no parameter.
     """
+    if isinstance(weight, CastParameter):
+        parameter = weight.parameter
+        if not _entered or parameter._backward_hooks:
+            return compute(None)
+        _entered[0]._defer(parameter, functools.partial(_cast_back, compute, parameter.dtype))
+        return None
     if weight is None:
         return compute(None)
     # Hooks on a gradient may change it, and are called for what backward returns only.
@@ -189,20 +229,28 @@ def weight_gradient(weight: Tensor | None, compute: Compute) -> Tensor | None:
     return compute(None if slot is None else slot.claim(weight))
 
 
-def product_gradient(weight: Tensor | None, grad: Tensor, x: Tensor) -> Tensor | None:
+def _cast_back(compute: Compute, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """``compute``'s gradient, in ``dtype`` and into ``out``, where that is given."""
+    gradient = compute(None)
+    return gradient.to(dtype) if out is None else out.copy_(gradient)
+
+
+def product_gradient(weight: Parameter | None, grad: Tensor, x: Tensor) -> Tensor | None:
     """:func:`weight_gradient` for the product ``x @ weight.T``: ``grad.T @ x``."""
     return weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
 
 
-def gradient_memory(saved: Tensor, parameter: Tensor | None) -> Tensor:
-    """Memory for the gradient of ``parameter`` that ``backward`` writes and returns: its slot, or
-    new memory like ``saved``.
+def gradient_memory(saved: Tensor, parameter: Parameter | None) -> Tensor:
+    """Memory for the gradient of ``saved`` that ``backward`` writes and returns: the slot of its
+    parameter, or new memory like ``saved``.
 
     Args:
         parameter: as :func:`keep_parameters` kept it.
     """
-    slot = None if parameter is None else slot_of(parameter)
-    memory = None if slot is None or parameter is None else slot.claim(parameter)
+    memory = None
+    if isinstance(parameter, Tensor):
+        slot = slot_of(parameter)
+        memory = None if slot is None else slot.claim(parameter)
     return torch.empty_like(saved) if memory is None else memory
 
 

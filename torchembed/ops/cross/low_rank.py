@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchembed.autograd.first_order import first_order
-from torchembed.autograd.weight_gradients import keep_parameters, product_gradient
+from torchembed.autograd.weight_gradients import cast_parameter, keep_parameters, product_gradient
 from torchembed.core import checks
 from torchembed.core.function_context import FunctionContext
 from torchembed.ops.cross.schema import (
@@ -128,7 +128,7 @@ def low_rank_cross_network(
     dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        parameters = [parameter.to(dtype) for parameter in parameters]
+        parameters = [cast_parameter(parameter, dtype) for parameter in parameters]
     parts = [part.to(dtype) for part in parts]
     _check(parts, parameters)
     if not parameters:

@@ -3,13 +3,18 @@
 import torch
 from torch import Tensor
 
-from torchembed.autograd.weight_gradients import are_deferred, gradient_memory, weight_gradient
+from torchembed.autograd.weight_gradients import (
+    Parameter,
+    are_deferred,
+    gradient_memory,
+    weight_gradient,
+)
 from torchembed.core.types import ROWS_OF_PARTIAL
 from torchembed.ops.linear.schema import sum_partials_op
 
 
 def empty_sums(
-    bias: Tensor, parameter: Tensor | None, num_rows: int, *, has_partials: bool = True
+    bias: Tensor, parameter: Parameter | None, num_rows: int, *, has_partials: bool = True
 ) -> Tensor:
     """Memory for an operation's sums over ``num_rows`` samples, for the gradient of ``bias [N]``.
 
@@ -29,7 +34,7 @@ def empty_sums(
     return torch.empty(num_partials, bias.numel(), device=bias.device, dtype=torch.float32)
 
 
-def bias_gradient(bias: Tensor, parameter: Tensor | None, sums: Tensor) -> Tensor | None:
+def bias_gradient(bias: Tensor, parameter: Parameter | None, sums: Tensor) -> Tensor | None:
     """The gradient of ``bias`` from ``sums``, for ``backward`` to return; None where deferred.
 
     Arguments are those of :func:`empty_sums`.

@@ -4,7 +4,12 @@ import torch
 from torch import Tensor
 
 from torchembed.autograd.first_order import first_order
-from torchembed.autograd.weight_gradients import gradient_memory, keep_parameters, product_gradient
+from torchembed.autograd.weight_gradients import (
+    cast_parameter,
+    gradient_memory,
+    keep_parameters,
+    product_gradient,
+)
 from torchembed.core import checks
 from torchembed.core.function_context import FunctionContext
 from torchembed.ops.linear.function import autocast_dtype, check_input, check_layer
@@ -94,7 +99,7 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """
     dtype = autocast_dtype(x)
     if dtype is not None:
-        x, weight = x.to(dtype), weight.to(dtype)
+        x, weight = x.to(dtype), cast_parameter(weight, dtype)
         bias = None if bias is None else bias.to(dtype)
     check_layer("weight", weight, "bias", bias)
     if weight.shape[0] % UNIT or weight.shape[1] % UNIT or not weight.numel():

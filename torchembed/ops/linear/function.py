@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from torchembed.autograd.first_order import first_order
-from torchembed.autograd.weight_gradients import gradient_memory, keep_parameters, product_gradient
+from torchembed.autograd.weight_gradients import (
+    cast_parameter,
+    gradient_memory,
+    keep_parameters,
+    product_gradient,
+)
 from torchembed.core import checks
 from torchembed.core.function_context import FunctionContext
 from torchembed.ops.linear.bias_gradient import bias_gradient, empty_sums
@@ -160,7 +165,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     dtype = autocast_dtype(x)
     if dtype is not None:
-        x, weight = x.to(dtype), weight.to(dtype)
+        x, weight = x.to(dtype), cast_parameter(weight, dtype)
         bias = None if bias is None else bias.to(dtype)
     check_layer("weight", weight, "bias", bias)
     check_input(x, "weight", weight)
@@ -216,7 +221,7 @@ def _relu_stack(x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
     dtype = autocast_dtype(x)
     if dtype is not None:
         x = x.to(dtype)
-        parameters = {name: parameter.to(dtype) for name, parameter in parameters.items()}
+        parameters = {name: cast_parameter(p, dtype) for name, p in parameters.items()}
     names, tensors = list(parameters), list(parameters.values())
     for position in range(0, len(names), 2):
         name, weight = names[position], tensors[position]
