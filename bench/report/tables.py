@@ -19,6 +19,11 @@ ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- written by bench.report.tables -->", "<!-- end of what it writes -->"
 
 _PEERS = {"torchrec": "TorchRec", "torchrec_tuned": "tuned TorchRec"}
+_CHOICES = {
+    "torchembed": "usual",
+    "torchembed_bf16_rows": "rows in bfloat16",
+    "torchembed_fp8_products": "products of wide layers in 8 bits",
+}
 _DROP_INS = {
     "drop_in": "our sharders",
     "drop_in_pipeline": "and our pipeline",
@@ -33,6 +38,7 @@ def tables(results: Path) -> str:
     makers = [
         ("train_step", _train_step),
         ("train_step", _drop_ins),
+        ("train_step", _choices),
         ("kernels", _kernels),
         ("shapes", _shapes),
         ("dense", _dense),
@@ -42,9 +48,11 @@ def tables(results: Path) -> str:
 
 
 def headline(results: Path) -> str:
-    """The table of README: steps of the usual batch, and TorchRec's in the same run."""
+    """The table of README: steps of the usual batch, and TorchRec's in the same run, where nothing
+    was profiled before it was timed."""
     usual = {"batch_per_gpu": 8192, "ids": "uniform", "optimizer": "adagrad", "max_rows": 8_000_000}
-    found = _by(_rows_by_bench(results)["train_step"], ("file", "num_gpus", "gpu"), **usual)
+    rows = [row for row in _rows_by_bench(results)["train_step"] if not _mark(row)]
+    found = _by(rows, ("file", "num_gpus", "gpu"), **usual)
     compared = {
         (num_gpus, gpu): systems
         for (_, num_gpus, gpu), systems in found.items()
@@ -117,9 +125,10 @@ def _train_step(rows: Sequence[Row]) -> str:
             continue
         ours = systems[shown[0]]
         peers = {name: systems[name]["ms_median"] for name in _PEERS if _is_shown(systems, name)}
-        cut = "" if max_rows is None else f", {max_rows / 1e6:g} M rows a table"
         way = ", push" if ours.get("transport") == "push" else ""
-        line = [f"{num_gpus} {gpu}, {size} each{cut}, {ids}, {optimizer}{way}"]
+        if ours.get("wire") == "fp8":
+            way += ", 8 bits between GPUs"
+        line = [f"{_setting(num_gpus, gpu, size, max_rows, ids, optimizer)}{way}{_mark(ours)}"]
         line.append(_spread(systems.get("torchembed", {})))
         line.append(_spread(systems.get("torchembed_tf32", {})))
         line += [_spread(systems.get(name, {})) for name in _PEERS]
@@ -133,7 +142,7 @@ def _train_step(rows: Sequence[Row]) -> str:
         f"`torchrun -m bench.step.train_step` ({_files(rows)}). TorchRec runs in tf32. *Times as "
         f"fast* divides its better time by ours of the same run, in {precision}, or in tf32 if "
         "only that was measured. *Floor / ours* divides the least time that the bytes, FLOPs and "
-        "links of the step allow by ours:",
+        f"links of the step allow by ours. {_OF_MARK}:",
         head,
         lines,
     )
@@ -148,8 +157,8 @@ def _drop_ins(rows: Sequence[Row]) -> str:
         if not peers or not any(_is_shown(systems, name) for name in _DROP_INS):
             continue
         _, num_gpus, gpu, size, ids, optimizer, max_rows = key
-        cut = "" if max_rows is None else f", {max_rows / 1e6:g} M rows a table"
-        line = [f"{num_gpus} {gpu}, {size} each{cut}, {ids}, {optimizer}"]
+        mark = _mark(next(iter(systems.values())))
+        line = [f"{_setting(num_gpus, gpu, size, max_rows, ids, optimizer)}{mark}"]
         line += [_spread(systems.get(name, {})) for name in _PEERS]
         for name in _DROP_INS:
             row = systems.get(name, {})
@@ -168,6 +177,44 @@ def _drop_ins(rows: Sequence[Row]) -> str:
         ["GPUs, samples", *_PEERS.values(), *_DROP_INS.values()],
         lines,
     )
+
+
+def _choices(rows: Sequence[Row]) -> str:
+    """A line for each setting in which choices that save bytes or FLOPs were measured."""
+    keys = ("file", "num_gpus", "gpu", "batch_per_gpu", "ids", "optimizer", "max_rows")
+    lines, used = [], []
+    for key, systems in _by(rows, keys).items():
+        if not all(_is_shown(systems, name) for name in ("torchembed", "torchembed_bf16_rows")):
+            continue
+        lines.append([_setting(*key[1:4], key[6], *key[4:6])])
+        lines[-1] += [_spread(systems.get(name, {})) for name in _CHOICES]
+        used += [systems["torchembed"]]
+    if not lines:
+        return ""
+    return _text(
+        "Milliseconds for the same step with choices that save bytes or time of products, each "
+        f"beside the usual step of its run ({_files(used)}):",
+        ["GPUs, samples", *_CHOICES.values()],
+        lines,
+    )
+
+
+_OF_MARK = (
+    "In lines with † all lines of a run but its first were timed by a process that had used the "
+    "profiler, which launches kernels and graphs more slowly ever after"
+)
+
+
+def _mark(row: Row) -> str:
+    """The mark of a line that was not timed before all profiles."""
+    return "" if row.get("profiled") == "once all were timed" else " †"
+
+
+def _setting(
+    num_gpus: int, gpu: str, size: int, max_rows: int | None, ids: str, optimizer: str
+) -> str:
+    cut = "" if max_rows is None else f", {max_rows / 1e6:g} M rows a table"
+    return f"{num_gpus} {gpu}, {size} each{cut}, {ids}, {optimizer}"
 
 
 def _is_shown(systems: dict[str, Row], name: str) -> bool:

@@ -31,15 +31,20 @@ def simulated_ms(tasks: Sequence[Task], sharing: Sharing) -> float:
 
 
 def comparisons(rows: Iterable[Row]) -> list[Comparison]:
-    """The steps in 16-bit precision among ``rows`` of ``bench.step.train_step``, each setting once:
-    the last of several, and none whose host was late, by :data:`MOST_SPREAD`."""
+    """The steps in 16-bit precision with Adagrad among ``rows`` of ``bench.step.train_step``, of
+    several GPUs those by push, each setting once: the last of several, and none whose host was
+    late, by :data:`MOST_SPREAD`."""
     found: dict[Setting, float] = {}
     for row in rows:
         is_ours = row.get("bench") == "train_step" and row.get("system") == "torchembed"
         if not is_ours or row["precision"] != "bf16" or "ms_median" not in row:
             continue
+        if row["num_gpus"] > 1 and row["transport"] != "push":
+            continue
+        if row["optimizer"] != "adagrad":
+            continue
         hardware = next((gpu for gpu in GPUS if gpu.name in row["gpu"]), None)
-        least = min(row["ms_min"], row["gpu_busy_ms"])
+        least = min(row["ms_min"], row.get("gpu_busy_ms", row["ms_min"]))
         if hardware is None or row["ms_max"] > MOST_SPREAD * least:
             continue
         setting = Setting(

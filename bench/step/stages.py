@@ -38,6 +38,7 @@ _OF_PART = {
 }
 """The stage of the other kernels of a part."""
 _PREFIX = "bench: "
+_OF_ONE_RANK = ("dense forward", "dense backward")
 _WAITING = ("exchange", "mean")
 """Stages whose kernels wait for other ranks; on the rank that came last they did not."""
 
@@ -47,7 +48,8 @@ Parts = Mapping[str, Callable[[], object]]
 
 def stage_milliseconds(parts: Parts, num_steps: int = 3) -> dict[str, float]:
     """The milliseconds of each stage's kernels in a step, of the slowest rank: a GPU runs nothing
-    else meanwhile, but for the means, which begin under backward."""
+    else meanwhile, but for the means, which begin under backward. On several ranks without the
+    dense part's, among whose kernels are those that pack and unpack what is exchanged."""
     _run(parts, 1)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         _run(parts, num_steps)
@@ -60,6 +62,8 @@ def stage_milliseconds(parts: Parts, num_steps: int = 3) -> dict[str, float]:
         dist.all_gather_object(ranks, mine)
     found = {}
     for stage in STAGES:
+        if len(ranks) > 1 and stage in _OF_ONE_RANK:
+            continue
         of_ranks = [of_rank[stage] for of_rank in ranks]
         if stage in _WAITING:
             total = sum(min(times) for times in zip(*of_ranks, strict=True))

@@ -200,6 +200,7 @@ class Bench:
             "rows": setting.rows,
             "wire": setting.wire,
             "transport": setting.transport if _has_transport(name) else None,
+            "profiled": "once all were timed",
         }
 
     def _measure_system(

@@ -21,6 +21,7 @@ def step(system: str, ms: float | None, **others: Any) -> dict[str, Any]:
     row = {
         "bench": "train_step", "system": system, "gpu": "H200", "num_gpus": 8, "ids": "zipf",
         "batch_per_gpu": 512, "optimizer": "adagrad", "max_rows": None, "precision": "bf16",
+        "profiled": "once all were timed",
     }  # fmt: skip
     times = {} if ms is None else {"ms_median": ms, "ms_min": ms - 0.1, "ms_max": ms + 0.25}
     return row | times | others
@@ -61,6 +62,25 @@ def test_steps_and_kernels(tmp_path: Path) -> None:
         "| batch | forward | update, Adagrad |",
         "| --- | --- | --- |",
         "| 512 uniform | 26 (0.50) | 100 (0.50) |",
+    ]
+
+
+def test_choices_and_marks(tmp_path: Path) -> None:
+    """Steps that were timed after profiles are marked, and wires of 8 bits said."""
+    rows = [
+        step("torchembed", 2.0, batch_per_gpu=8192, profiled=None),
+        step("torchembed", 1.0, wire="bf16"),
+        step("torchembed_bf16_rows", 0.9, wire="bf16"),
+        step("torchembed", 3.0, batch_per_gpu=2048, wire="fp8"),
+    ]
+    result = {"hardware": {"gpu": "NVIDIA H200"}, "commit": "0123456789", "rows": rows}
+    (tmp_path / "a.json").write_text(json.dumps(result))
+    written, in_8_bits = program.tables(tmp_path), "3.00 (2.90 to 3.25)"
+    assert [x for x in written.splitlines() if x.startswith("| 8")] == [
+        "| 8 H200, 8192 each, zipf, adagrad † | 2.00 (1.90 to 2.25) |  |  |  |  |  |",
+        "| 8 H200, 512 each, zipf, adagrad | 1.00 (0.90 to 1.25) |  |  |  |  |  |",
+        f"| 8 H200, 2048 each, zipf, adagrad, 8 bits between GPUs | {in_8_bits} |  |  |  |  |  |",
+        "| 8 H200, 512 each, zipf, adagrad | 1.00 (0.90 to 1.25) | 0.90 (0.80 to 1.15) |  |",
     ]
 
 
