@@ -1,8 +1,9 @@
 """The zoo of models and habits of ``tests/zoo``, by a plain loop, by a compiled one, by a pipeline.
 
 ``python -m bench.models`` prints a line for each entry: how the pipeline trained it, whether losses
-and weights are equal to the plain loop's bit for bit, the milliseconds of a step of each, and the
-share of the pipeline's step in which the GPU is busy. It runs in a checkout, where the zoo is.
+and weights are equal to the plain loop's bit for bit, the milliseconds of a step of each, and with
+``--busy`` the share of the pipeline's step in which the GPU is busy. It runs in a checkout, where
+the zoo is.
 
 ``torchrun --standalone --nproc-per-node 2 -m bench.models`` does so on two ranks: models are
 sharded by ``shard_embeddings``, each rank trains batches of its own, and rank 0 prints the worst
@@ -58,6 +59,9 @@ class Config:
     """The backend of ``torch.compile``."""
     seconds: float = 1.0
     """Time to measure each loop for, in five parts."""
+    busy: bool = False
+    """Profile the pipeline's step, too, on a GPU. A process that has used the profiler launches
+    more slowly ever after, so that times of further entries are too long in such a run."""
     entry_seconds: float = 180.0
     """Limit on an entry, on several ranks."""
     grace_seconds: float = 20.0
@@ -89,7 +93,7 @@ def measured(
         try:
             with _stepping(system, entry, sizes, config) as step:
                 row[f"{system}_ms"] = _milliseconds(step, config.seconds, sizes.device)
-                if system == "pipeline" and sizes.device.type == "cuda":
+                if config.busy and system == "pipeline" and sizes.device.type == "cuda":
                     busy_ms = profile_steps(step, _PROFILED_STEPS).gpu_busy_ms
                     row["gpu_busy"] = min(busy_ms / row["pipeline_ms"], 1.0)
         except Exception as error:  # noqa: BLE001 - likewise

@@ -186,7 +186,8 @@ def _choices(rows: Sequence[Row]) -> str:
     for key, systems in _by(rows, keys).items():
         if not all(_is_shown(systems, name) for name in ("torchembed", "torchembed_bf16_rows")):
             continue
-        lines.append([_setting(*key[1:4], key[6], *key[4:6])])
+        _, num_gpus, gpu, size, ids, optimizer, max_rows = key
+        lines.append([_setting(num_gpus, gpu, size, max_rows, ids, optimizer)])
         lines[-1] += [_spread(systems.get(name, {})) for name in _CHOICES]
         used += [systems["torchembed"]]
     if not lines:

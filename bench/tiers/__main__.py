@@ -108,7 +108,8 @@ class Config:
     output: Path | None = None
     """JSON to write the rows to."""
     profiles: Path | None = None
-    """A folder for a table of kernels and a trace of each line, on a GPU."""
+    """A folder for a table of kernels and a trace of each line, on a GPU. A process that has used
+    the profiler launches more slowly ever after, so that times of further lines are too long."""
 
     def __post_init__(self) -> None:
         for name, known in (("systems", SYSTEMS), ("ids", tuple(EXPONENTS))):
