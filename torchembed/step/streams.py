@@ -28,9 +28,7 @@ class StepStreams(NamedTuple):
     ids: torch.cuda.Stream | None = None
     rows: torch.cuda.Stream | None = None
     gradients: torch.cuda.Stream | None = None
-    """Backward is called here, and leaves gradients of weights to its end; their means wait for
-    them, and dense updates for these. This stream and the next two are there on several ranks
-    only."""
+    """Backward is called here; this stream and the next two are there on several ranks only."""
     last_rows: torch.cuda.Stream | None = None
     """Rows whose gradients come last: few, and updated before the dense weights."""
     dense: torch.cuda.Stream | None = None
@@ -58,7 +56,7 @@ class StepStreams(NamedTuple):
         if not of_several_ranks:
             return of_one
         return of_one._replace(
-            gradients=stream(device, priority=-2),
+            gradients=stream(device),
             last_rows=stream(device, priority=step),
             dense=stream(device, priority=-1),
         )
