@@ -1,6 +1,7 @@
 """Minima of integers over all ranks, found while the host goes on."""
 
 import array
+import weakref
 from pathlib import Path
 
 import torch
@@ -38,7 +39,6 @@ def start_minimum(*numbers: int) -> Minima:
     default = dist.group.WORLD
     assert default is not None
     if default not in _of_node:
-        _of_node.clear()
         _of_node[default] = _open_on_all_ranks()
     of_node = _of_node[default]
     if of_node is not None:
@@ -49,8 +49,9 @@ def start_minimum(*numbers: int) -> Minima:
     return _Minimum(least, group_of_cpu_tensors().allreduce(least, dist.ReduceOp.MIN))
 
 
-_of_node: dict[dist.ProcessGroup, NodeNumbers | None] = {}
-"""For the default process group the numbers of its ranks; None where they are on several nodes, or
+_of_node: "weakref.WeakKeyDictionary[dist.ProcessGroup, NodeNumbers | None]"
+_of_node = weakref.WeakKeyDictionary()
+"""For each default process group the numbers of its ranks; None where they are on several nodes, or
 the node has no shared memory."""
 
 
