@@ -33,12 +33,15 @@ def path() -> Iterator[Path]:
 
 @pytest.fixture
 def in_process() -> Iterator[Callable[..., Any]]:
-    """Starts a function of another rank in a process of its own."""
+    """Starts a function of another rank in a process of its own, and waits until it says that it
+    has begun."""
     context, started = multiprocessing.get_context("fork"), []
 
-    def start(function: Callable[..., object], *arguments: Any) -> None:
-        started.append(context.Process(target=function, args=arguments, daemon=True))
+    def start(function: Callable[[Callable[[], object]], object]) -> None:
+        begun = context.Event()
+        started.append(context.Process(target=function, args=(begun.set,), daemon=True))
         started[-1].start()
+        assert begun.wait(60.0)
 
     yield start
     for process in started:
@@ -46,8 +49,8 @@ def in_process() -> Iterator[Callable[..., Any]]:
         process.join()
 
 
-def opened(path: Path, rank: int, timeout_seconds: float = 60.0) -> NodeNumbers:
-    return NodeNumbers(path, rank, 2, MOST_NUMBERS, timeout_seconds)
+def opened(path: Path, rank: int, timeout_seconds: float = 60.0, num_ranks: int = 2) -> NodeNumbers:
+    return NodeNumbers(path, rank, num_ranks, MOST_NUMBERS, timeout_seconds)
 
 
 def numbers_of(rank: int, number: int) -> list[int]:
@@ -89,6 +92,7 @@ def without_shared_memory(num_results: int) -> list[tuple[int, ...]]:
         minimum.make_file = lambda num_ranks, most_numbers: None
     found = [ranks.start_minimum(*numbers_of(dist.get_rank(), n))() for n in range(num_results)]
     assert list(minimum._of_node.values()) == [None]
+    assert ranks.any_rank_each(dist.get_rank() == 1, False, True) == [True, False, True]
     return found
 
 
@@ -137,8 +141,10 @@ def test_a_rank_that_starts_many_waits_for_the_others(
     """A ring is not written over before all have read it."""
     mine = opened(path, 0, timeout_seconds=0.3)
 
-    def other() -> None:
-        opened(path, 1).start([0])
+    def other(begin: Callable[[], object]) -> None:
+        kept = opened(path, 1)
+        kept.start([0])
+        begin()
         time.sleep(60.0)
 
     in_process(other)
@@ -146,43 +152,71 @@ def test_a_rank_that_starts_many_waits_for_the_others(
     for _ in range(MOST_PENDING - 1):
         mine.start([1])
     mine.start([1])  # the first of them was waited for
-    with pytest.raises(TimeoutError, match="rank 1 did not tell the others"):
+    with pytest.raises(TimeoutError, match=r"^rank 1 did not come within 0\.3 s"):
         mine.start([1])
 
 
 def test_a_rank_that_ends_is_named(path: Path, in_process: Callable[..., Any]) -> None:
     mine = opened(path, 0)
 
-    def other() -> None:
-        opened(path, 1).start([3, 4])
+    def other(begin: Callable[[], object]) -> None:
+        kept = opened(path, 1)
+        kept.start([3, 4])
+        begin()
         os._exit(1)
 
     in_process(other)
     first, second = mine.start([5, 2]), mine.start([5, 2])
     assert first() == (3, 2)  # given before it ended
     start = time.monotonic()
-    with pytest.raises(ConnectionError, match=r"^rank 1 has ended before it told the others"):
+    with pytest.raises(
+        ConnectionError, match=r"^rank 1 has ended, and this rank waits for it; see its output$"
+    ):
         second()
     assert time.monotonic() - start < 30.0
+
+
+def test_a_rank_that_ends_is_named_while_others_wait_for_it(
+    in_process: Callable[..., Any],
+) -> None:
+    made = make_file(3, MOST_NUMBERS)
+    assert made is not None
+    mine = opened(made, 0, num_ranks=3)
+
+    def waits(begin: Callable[[], object]) -> None:
+        kept = opened(made, 1, num_ranks=3)
+        begin()
+        time.sleep(60.0)
+        del kept
+
+    def ends(begin: Callable[[], object]) -> None:
+        opened(made, 2, num_ranks=3)
+        begin()
+        os._exit(0)
+
+    in_process(waits)
+    in_process(ends)
+    made.unlink()
+    with pytest.raises(ConnectionError, match=r"^rank 2 has ended, and this rank waits for it; "):
+        mine.start([1])()
 
 
 def test_a_rank_that_does_not_come_is_named(path: Path, in_process: Callable[..., Any]) -> None:
     mine = opened(path, 0, timeout_seconds=0.4)
 
-    def other() -> None:
+    def other(begin: Callable[[], object]) -> None:
         kept = opened(path, 1)
+        begin()
         time.sleep(60.0)
         del kept
 
     in_process(other)
-    while mine._has_ended(1):  # it has not begun yet
-        time.sleep(0.01)
     with pytest.raises(
         TimeoutError,
         match=re.escape(
-            "rank 1 did not tell the others about its next batch within 0.4 s; every rank must "
-            "read equally many batches: look for one that failed, or give init_process_group a "
-            "longer timeout"
+            "rank 1 did not come within 0.4 s to where this rank waits for it; every rank must "
+            "read equally many batches and make the same calls: look for one that failed, or give "
+            "init_process_group a longer timeout"
         ),
     ):
         mine.start([1])()

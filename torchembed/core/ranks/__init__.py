@@ -2,8 +2,6 @@
 with and end with."""
 
 from torchembed.core.ranks.collectives import (
-    any_rank,
-    any_rank_each,
     check_cpu_backend,
     default_timeout,
     from_first_rank,
@@ -15,7 +13,7 @@ from torchembed.core.ranks.collectives import (
     sum_over_ranks,
     world_size,
 )
-from torchembed.core.ranks.minimum import start_minimum
+from torchembed.core.ranks.minimum import any_rank, any_rank_each, start_minimum
 
 __all__ = [
     "any_rank",

@@ -88,20 +88,6 @@ def check_cpu_backend() -> None:
         )
 
 
-def any_rank(flag: bool) -> bool:
-    """True where ``flag`` is on some rank; every rank must call it."""
-    return any_rank_each(flag)[0]
-
-
-def any_rank_each(*flags: bool) -> list[bool]:
-    """Each of ``flags``, true where it is on some rank; one collective of all ranks."""
-    if world_size() == 1:
-        return list(flags)
-    numbers = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=_group())
-    return [bool(number) for number in numbers.tolist()]
-
-
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of every rank's ``values``, on the CPU in float64; every rank must call it."""
     total = values.detach().to("cpu", torch.float64)

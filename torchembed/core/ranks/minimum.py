@@ -1,4 +1,4 @@
-"""Minima of integers over all ranks, found while the host goes on."""
+"""Minima of integers over all ranks, which may be found while the host goes on, and flags."""
 
 import array
 import weakref
@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchembed.core.ranks.collectives import (
-    any_rank,
     default_timeout,
     from_first_rank,
+    gather_objects,
     group_of_cpu_tensors,
     rank,
     world_size,
@@ -20,6 +20,16 @@ from torchembed.core.ranks.node_numbers import Minima, NodeNumbers, make_file
 
 _SPARE_NUMBERS = 24
 """More than the integers of a result, but for one of each rank."""
+
+
+def any_rank(flag: bool) -> bool:
+    """True where ``flag`` is on some rank; every rank must call it."""
+    return any_rank_each(flag)[0]
+
+
+def any_rank_each(*flags: bool) -> list[bool]:
+    """Each of ``flags``, true where it is on some rank; every rank must call it."""
+    return [least < 0 for least in start_minimum(*(-int(flag) for flag in flags))()]
 
 
 def start_minimum(*numbers: int) -> Minima:
@@ -64,7 +74,7 @@ def _open_on_all_ranks() -> NodeNumbers | None:
         opened = None
         if path is not None:
             opened = _open(Path(path), num_ranks, most_numbers)
-        return None if any_rank(opened is None) else opened
+        return opened if all(gather_objects(opened is not None)) else None
     finally:
         if made is not None:
             made.unlink()

@@ -106,25 +106,31 @@ class NodeNumbers:
             time.sleep(0)  # lets other threads of Python run
         start = looked = time.monotonic()
         while True:
-            now, has_ended = time.monotonic(), False
+            now = time.monotonic()
             if now - looked > _LOOK_SECONDS:
-                looked, has_ended = now, self._has_ended(rank)
-            # Looked at after that, since a rank may give its integers and end.
+                looked = now
+                self._check_that_all_live(number, record)
             found = self._record(place, number, record)
             if found is not None:
                 return found
-            if has_ended:
-                raise ConnectionError(
-                    f"rank {rank} has ended before it told the others about its next batch; see "
-                    "its output"
-                )
             if now - start > self._timeout_seconds:
                 raise TimeoutError(
-                    f"rank {rank} did not tell the others about its next batch within "
-                    f"{self._timeout_seconds:g} s; every rank must read equally many batches: look "
-                    "for one that failed, or give init_process_group a longer timeout"
+                    f"rank {rank} did not come within {self._timeout_seconds:g} s to where this "
+                    "rank waits for it; every rank must read equally many batches and make the "
+                    "same calls: look for one that failed, or give init_process_group a longer "
+                    "timeout"
                 )
             time.sleep(_POLL_SECONDS)
+
+    def _check_that_all_live(self, number: int, record: struct.Struct) -> None:
+        """Raise ``ConnectionError`` where a rank has ended that has not given its integers to
+        result ``number``: the one that is waited for may itself wait for that rank."""
+        for rank in filter(self._has_ended, range(self._num_ranks)):
+            # Looked at after that, since a rank may give its integers and end.
+            if self._record(self._place(rank, number), number, record) is None:
+                raise ConnectionError(
+                    f"rank {rank} has ended, and this rank waits for it; see its output"
+                )
 
     def _record(self, place: int, number: int, record: struct.Struct) -> tuple[int, ...] | None:
         """The integers of the record at ``place``; None where it is not yet that of ``number``."""
