@@ -31,9 +31,8 @@ class NodeNumbers:
     """Finds the smallest of each of the integers that the ranks of one node give.
 
     A rank that gives integers writes a record into shared memory, and one that needs the result
-    reads the records of all: neither calls the system, and no other thread has to wake up, which
-    under a process group's all-reduce costs the main thread more than the rest of a step's host
-    work.
+    reads the records of all: neither calls the system, and no other thread has to wake up, as for a
+    process group's all-reduce, which on few cores takes longer than the rest of a step's host work.
 
     Each rank has a ring of twice as many records as results may be pending. Whoever starts result
     ``n`` has read all records of result ``n - MOST_PENDING``, so that every rank had started that
