@@ -76,7 +76,7 @@ def make_torchrec_model(
     device: torch.device,
     seed: int,
     optimizer: str,
-    fused_params: Mapping[str, float],
+    fused_params: Mapping[str, object],
     dense_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
@@ -94,7 +94,7 @@ def make_torchrec_model(
         device: this rank's.
         seed: of the initial rows.
         optimizer: of the tables, one of ``OPTIMIZERS``.
-        fused_params: its learning rate and the like.
+        fused_params: its learning rate and the like, and what FBGEMM's tables take besides.
         dense_optimizer: makes the optimizer of given dense parameters.
         batch_size: samples of each rank.
         constraints: what the planner must keep to, by table.

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import Tensor
 from torchrec.datasets.utils import Batch as TorchrecBatch
 from torchrec.distributed.fbgemm_qcomm_codec import (
@@ -22,6 +23,14 @@ from bench.step.torchrec_model import as_torchrec, make_torchrec_model
 from torchembed.data import Batch
 from torchembed.integrations.torchrec import TrainPipeline
 from torchembed.sharding import WireTransport
+
+
+def _fused_params(setting: StepSetting) -> dict[str, object]:
+    """The settings of the tables; in 16-bit precision they give vectors in bfloat16, as ours do."""
+    numbers: dict[str, object] = {"learning_rate": setting.lr, "eps": setting.eps}
+    if setting.precision == "bf16":
+        numbers["output_dtype"] = SparseType.BF16
+    return numbers
 
 
 class TorchrecStep:
@@ -56,7 +65,7 @@ class TorchrecStep:
             device=setting.device,
             seed=setting.seed,
             optimizer=setting.optimizer,
-            fused_params={"learning_rate": setting.lr, "eps": setting.eps},
+            fused_params=_fused_params(setting),
             dense_optimizer=setting.dense_optimizer,
             batch_size=setting.batch_size,
             constraints={
