@@ -39,6 +39,9 @@ def print_profile(row: Row, *, is_first: bool) -> None:
     """Print a line of what the profile of a step says."""
     if is_first:
         print("batch ids      system                   busy ms  kernels  launches  waits")
+    if "not_profiled_because" in row:
+        print(f"{_head(row)} not profiled: {row['not_profiled_because']}", flush=True)
+        return
     print(
         f"{_head(row)} {row['gpu_busy_ms']:9.3f} {row['kernels']:8.0f} {row['launches']:9.0f}"
         f" {row['host_waits']:6.1f}",

@@ -129,7 +129,11 @@ class Bench:
             if self._is_over():
                 say("further profiles left out, the budget is spent")
                 return
-            self._profile_system(row)
+            try:
+                self._profile_system(row)
+            except Exception as error:  # noqa: BLE001 - said, and the other systems are profiled
+                traceback.print_exc()
+                row["not_profiled_because"] = f"{type(error).__name__}: {error}"
             free_memory()
             if dist.get_rank() == 0:
                 print_profile(row, is_first=number == 0)

@@ -14,6 +14,7 @@ from bench.planning.step_floor import RATES, floor_seconds, num_unique_rows
 from bench.step import reference_step, torchembed_step, train_step
 from bench.step.reference_step import expected_losses
 from bench.step.setting import StepSetting
+from bench.step.table import print_profile
 from bench.step.torchembed_step import TorchembedStep
 from tests.support.small_dense_part import shrink_dense_part
 from tests.support.tolerance import relative_error
@@ -81,6 +82,25 @@ def test_a_figure_is_there_only_where_losses_are_right(
 
     train_step.Bench(dataclasses.replace(CONFIG, budget_seconds=1e-9), CPU).run()
     assert capsys.readouterr().out == "   16 zipf     left out, the budget is spent\n"
+
+
+def test_profiles_are_a_table_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {
+        "batch_per_gpu": 512, "ids": "zipf", "system": "torchembed", "gpu_busy_ms": 0.4375,
+        "kernels": 112.0, "launches": 1.0, "host_waits": 0.0,
+    }  # fmt: skip
+    print_profile(row, is_first=True)
+    stages = {"alone_ms": {"ids": 0.25, "mean": 0.0}, "predicted_ms": {"ids": 0.125}}
+    print_profile(row | stages, is_first=False)
+    print_profile(row | {"not_profiled_because": "RuntimeError: memory"}, is_first=False)
+    line = "  512 zipf     torchembed                 0.438      112         1    0.0"
+    assert capsys.readouterr().out.splitlines() == [
+        "batch ids      system                   busy ms  kernels  launches  waits",
+        line,
+        line,
+        "               ms one after the other (predicted): ids 0.250 (0.125)",
+        "  512 zipf     torchembed             not profiled: RuntimeError: memory",
+    ]
 
 
 def test_the_reference_trains_the_ranks_samples_together() -> None:
