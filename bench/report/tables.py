@@ -201,8 +201,8 @@ def _choices(rows: Sequence[Row]) -> str:
 
 
 _OF_MARK = (
-    "In lines with † all lines of a run but its first were timed by a process that had used the "
-    "profiler, which launches kernels and graphs more slowly ever after"
+    "† marks a run whose lines, all but the first, were timed after the process had used the "
+    "profiler; from then on it launches kernels and graphs more slowly"
 )
 
 

@@ -1,9 +1,12 @@
 """Integers that ranks show each other in shared memory: minima, rings that go round, and ends."""
 
 import errno
+import gc
 import multiprocessing
 import os
 import re
+import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,8 +61,8 @@ def numbers_of(rank: int, number: int) -> list[int]:
 
 
 def read_late(num_pending: int) -> list[tuple[int, ...]]:
-    """The results of a rank that waits for none before it has started ``num_pending``; every rank
-    in another order."""
+    """The results of a rank that waits for none before it has started ``num_pending``, and then in
+    another order than the first rank."""
     rank = dist.get_rank()
     results = [ranks.start_minimum(*numbers_of(rank, n)) for n in range(num_pending)]
     order = range(num_pending) if rank == 0 else reversed(range(num_pending))
@@ -190,8 +193,10 @@ def test_a_rank_that_ends_is_named_while_others_wait_for_it(
         del kept
 
     def ends(begin: Callable[[], object]) -> None:
-        opened(made, 2, num_ranks=3)
+        kept = opened(made, 2, num_ranks=3)
         begin()
+        time.sleep(0.5)
+        del kept
         os._exit(0)
 
     in_process(waits)
@@ -224,20 +229,63 @@ def test_a_rank_that_does_not_come_is_named(path: Path, in_process: Callable[...
 
 def test_a_record_that_is_seen_in_part_is_read_again(path: Path) -> None:
     mine = opened(path, 0, timeout_seconds=0.05)
-    result = mine.start([7])
-    place = mine._place(1, 1)
-    for record in ([1, 6, 0], [2, 6, node_numbers._check(2, [6])]):
-        mine._memory[place : place + 24] = b"".join(n.to_bytes(8, "little") for n in record[:2]) + (
-            record[2].to_bytes(8, "little", signed=True)
-        )
-        mine._has_ended = lambda rank: False  # type: ignore[method-assign]
+    mine._has_ended = lambda rank: False  # type: ignore[method-assign]
+    result, place = mine.start([-1]), mine._place(1, 1)
+    form = struct.Struct("2q")
+    whole = form.pack(1, -2) + node_numbers._check(form.pack(1, -2))
+    of_another = form.pack(2, -2) + node_numbers._check(form.pack(2, -2))
+    parts = [form.pack(1, -1) + whole[16:], form.pack(2, -2) + whole[16:], whole[:16] + bytes(8)]
+    for record in (*parts, of_another):
+        mine._memory[place : place + len(record)] = record
         with pytest.raises(TimeoutError):
             result()
-    mine._memory[place : place + 8] = (1).to_bytes(8, "little")
-    mine._memory[place + 16 : place + 24] = node_numbers._check(1, [6]).to_bytes(
-        8, "little", signed=True
-    )
-    assert result() == (6,)
+    mine._memory[place : place + len(whole)] = whole
+    assert result() == (-2,)
+
+
+def test_a_waiting_thread_gets_what_another_has_found(path: Path) -> None:
+    """Its records may have been replaced by then."""
+    mine = opened(path, 0)
+    mine._has_ended = lambda rank: False  # type: ignore[method-assign]
+    result, found = mine.start([3]), []
+    waiting = threading.Thread(target=lambda: found.append(result()))
+    waiting.start()
+    result.found = (2,)
+    waiting.join(30.0)
+    assert found == [(2,)]
+
+
+def test_the_memory_goes_with_its_last_user(path: Path) -> None:
+    """Without the collector of cycles."""
+    mine = opened(path, 0)
+    files = len(os.listdir("/proc/self/fd"))
+    results = [mine.start([n]) for n in range(3)]
+    gc.disable()
+    try:
+        del mine
+        assert len(os.listdir("/proc/self/fd")) == files
+        results.clear()
+        assert len(os.listdir("/proc/self/fd")) == files - 2  # the file, and its map
+    finally:
+        gc.enable()
+    opened(path, 0)
+
+
+def ranks_of_several_nodes() -> list[object]:
+    """Boot ids that differ, or that a rank does not know."""
+    found: list[object] = []
+    for name in (f"of rank {dist.get_rank()}", "none" if dist.get_rank() else "of all"):
+        minimum._of_node.clear()
+        minimum._BOOT_ID = Path(tempfile.gettempdir()) / f"boot-id-{os.getpid()}"
+        if name != "none":
+            minimum._BOOT_ID.write_text(name)
+        found += [ranks.any_rank(dist.get_rank() == 1), list(minimum._of_node.values())]
+        minimum._BOOT_ID.unlink(missing_ok=True)
+    return found
+
+
+def test_no_file_is_made_for_several_nodes() -> None:
+    assert run_on_ranks(2, ranks_of_several_nodes) == [[True, [None]] * 2] * 2
 
 
 def test_too_many_numbers_are_refused(path: Path) -> None:

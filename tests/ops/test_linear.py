@@ -441,6 +441,14 @@ def test_under_autocast_gradients_are_deferred_too(is_flat: bool, device: torch.
         assert hooked.grad is not None
     position = next(n for n, p in enumerate(module.parameters()) if p is hooked)
     assert_same_bits(hooked.grad, 2 * expected[position])
+    module.cross.v[0].requires_grad_(False)
+    module.zero_grad()
+    with DeferredWeightGradients() as deferred:
+        loss().backward()
+    assert module.cross.v[0].grad is None
+    assert id(module.cross.v[0]) not in {id(weight) for weight in deferred.weights}
+    position = next(n for n, p in enumerate(module.parameters()) if p is module.cross.u[0])
+    assert_same_bits(module.cross.u[0].grad, expected[position])
 
 
 def test_under_autocast_gradients_of_a_shared_weight_are_added_up(device: torch.device) -> None:

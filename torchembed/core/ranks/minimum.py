@@ -19,7 +19,9 @@ from torchembed.core.ranks.collectives import (
 from torchembed.core.ranks.node_numbers import Minima, NodeNumbers, make_file
 
 _SPARE_NUMBERS = 24
-"""More than the integers of a result, but for one of each rank."""
+"""How many integers a result may have besides one for each rank."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""A file whose text differs from node to node."""
 
 
 def any_rank(flag: bool) -> bool:
@@ -39,7 +41,7 @@ def start_minimum(*numbers: int) -> Minima:
     reduces them. The first call finds out which, and waits for all ranks.
 
     Args:
-        numbers: integers of 64 bits; at most 24, and one of each rank.
+        numbers: integers of 64 bits; at most 24 plus the number of ranks.
 
     Returns:
         A function that waits for the result and returns it, in any thread and as often as called.
@@ -67,6 +69,9 @@ the node has no shared memory."""
 
 def _open_on_all_ranks() -> NodeNumbers | None:
     """The numbers of all ranks, or None on all of them; collective."""
+    nodes = gather_objects(_BOOT_ID.read_text() if _BOOT_ID.is_file() else None)
+    if None in nodes or len(set(nodes)) > 1:
+        return None
     num_ranks, most_numbers = world_size(), world_size() + _SPARE_NUMBERS
     made = make_file(num_ranks, most_numbers) if rank() == 0 else None
     path = from_first_rank(None if made is None else str(made))

@@ -5,23 +5,26 @@ import errno
 import fcntl
 import mmap
 import os
+import select
 import struct
 import tempfile
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 MOST_PENDING = 64
-"""The most results that a rank may have started and not waited for."""
+"""How many results after a given one may be started before that one is read."""
 _NUM_RECORDS = 2 * MOST_PENDING
 _FOLDER = Path("/dev/shm")
-_POLLS = 1000
+_POLLS = 50
 """How often a rank looks for another's record before it sleeps between two looks."""
 _POLL_SECONDS = 1e-4
 _LOOK_SECONDS = 0.1
-"""Time between two looks if a rank still lives that is waited for."""
+"""Time between two looks if all ranks still live."""
+_CHECK_BYTES = 8
 
 Minima = Callable[[], tuple[int, ...]]
 """Waits for a result and returns it, in any thread and as often as called."""
@@ -31,8 +34,9 @@ class NodeNumbers:
     """Finds the smallest of each of the integers that the ranks of one node give.
 
     A rank that gives integers writes a record into shared memory, and one that needs the result
-    reads the records of all: neither calls the system, and no other thread has to wake up, as for a
-    process group's all-reduce, which on few cores takes longer than the rest of a step's host work.
+    reads the records of all. Where they are there, neither calls the system, and no other thread
+    has to wake up, as for a process group's all-reduce, which on few cores takes longer than the
+    rest of a step's host work.
 
     Each rank has a ring of twice as many records as results may be pending. Whoever starts result
     ``n`` has read all records of result ``n - MOST_PENDING``, so that every rank had started that
@@ -63,7 +67,8 @@ class NodeNumbers:
         self._memory = mmap.mmap(self._file, file_bytes(num_ranks, most_numbers))
         self._record_bytes = _record_bytes(most_numbers)
         self._num_started = 0
-        self._pending: deque[Minima] = deque()
+        self._pending: deque[tuple[weakref.ref[_Pending], int, struct.Struct]] = deque()
+        """The last results that were started, each with its number and the form of its records."""
 
     def start(self, numbers: Sequence[int]) -> Minima:
         """Give ``numbers``, each of 64 bits and equally many on every rank, which all must call
@@ -79,39 +84,53 @@ class NodeNumbers:
                 f"numbers must be at most {self._most_numbers}, got {len(numbers)} of them"
             )
         if len(self._pending) == MOST_PENDING:
-            self._pending.popleft()()
+            self._read_oldest()
         self._num_started += 1
         number = self._num_started
-        record = struct.Struct(f"{len(numbers) + 2}q")
-        record.pack_into(
-            self._memory, self._place(self._rank, number), number, *numbers, _check(number, numbers)
-        )
-        result = _Pending(self, number, record)
-        self._pending.append(result)
+        form = struct.Struct(f"{len(numbers) + 1}q")
+        data = form.pack(number, *numbers)
+        place = self._place(self._rank, number)
+        self._memory[place : place + len(data) + _CHECK_BYTES] = data + _check(data)
+        result = _Pending(self, number, form)
+        self._pending.append((weakref.ref(result), number, form))
         return result
 
-    def read(self, number: int, record: struct.Struct) -> tuple[int, ...]:
-        """The minimum of each of the integers of result ``number``."""
-        given = [self._wait_for(rank, number, record) for rank in range(self._num_ranks)]
+    def _read_oldest(self) -> None:
+        """Read the result that was started first of those that may not have been read."""
+        held, number, form = self._pending.popleft()
+        result = held()
+        if result is None:  # nobody will ask for it, but all ranks must have started it
+            result = _Pending(self, number, form)
+        result()
+
+    def read(self, result: "_Pending") -> tuple[int, ...]:
+        """The minimum of each of the integers of ``result``."""
+        given = []
+        for rank in range(self._num_ranks):
+            numbers = self._wait_for(rank, result)
+            if result.found is not None:
+                return result.found
+            assert numbers is not None
+            given.append(numbers)
         return tuple(map(min, zip(*given, strict=True)))
 
-    def _wait_for(self, rank: int, number: int, record: struct.Struct) -> tuple[int, ...]:
-        """The integers that ``rank`` has given to result ``number``."""
-        place = self._place(rank, number)
+    def _wait_for(self, rank: int, result: "_Pending") -> tuple[int, ...] | None:
+        """The integers that ``rank`` has given to ``result``; None where another thread has found
+        the result meanwhile, after which records may be replaced."""
         for _ in range(_POLLS):
-            found = self._record(place, number, record)
-            if found is not None:
-                return found
-            time.sleep(0)  # lets other threads of Python run
+            numbers = self._record(rank, result)
+            if numbers is not None or result.found is not None:
+                return numbers
+            select.select((), (), (), 0.0)  # lets other threads of Python run
         start = looked = time.monotonic()
         while True:
             now = time.monotonic()
             if now - looked > _LOOK_SECONDS:
                 looked = now
-                self._check_that_all_live(number, record)
-            found = self._record(place, number, record)
-            if found is not None:
-                return found
+                self._check_that_all_live(result)
+            numbers = self._record(rank, result)
+            if numbers is not None or result.found is not None:
+                return numbers
             if now - start > self._timeout_seconds:
                 raise TimeoutError(
                     f"rank {rank} did not come within {self._timeout_seconds:g} s to where this "
@@ -121,23 +140,25 @@ class NodeNumbers:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _check_that_all_live(self, number: int, record: struct.Struct) -> None:
+    def _check_that_all_live(self, result: "_Pending") -> None:
         """Raise ``ConnectionError`` where a rank has ended that has not given its integers to
-        result ``number``: the one that is waited for may itself wait for that rank."""
+        ``result``: the one that is waited for may itself wait for that rank."""
         for rank in filter(self._has_ended, range(self._num_ranks)):
             # Looked at after that, since a rank may give its integers and end.
-            if self._record(self._place(rank, number), number, record) is None:
+            if self._record(rank, result) is None and result.found is None:
                 raise ConnectionError(
                     f"rank {rank} has ended, and this rank waits for it; see its output"
                 )
 
-    def _record(self, place: int, number: int, record: struct.Struct) -> tuple[int, ...] | None:
-        """The integers of the record at ``place``; None where it is not yet that of ``number``."""
-        found, *numbers, check = record.unpack_from(self._memory, place)
+    def _record(self, rank: int, result: "_Pending") -> tuple[int, ...] | None:
+        """The integers of the record of ``rank``; None where it is not yet that of ``result``."""
+        place, size = self._place(rank, result.number), result.form.size
+        data = self._memory[place : place + size]
         # The check fails for a record of which parts are still to be seen by this processor.
-        if found != number or check != _check(number, numbers):
+        if self._memory[place + size : place + size + _CHECK_BYTES] != _check(data):
             return None
-        return tuple(numbers)
+        number, *numbers = result.form.unpack(data)
+        return tuple(numbers) if number == result.number else None
 
     def _has_ended(self, rank: int) -> bool:
         """True if no process holds the lock of ``rank``."""
@@ -157,18 +178,24 @@ class NodeNumbers:
 
 
 class _Pending:
-    """A result that is waited for when called first."""
+    """A result that is waited for when called first.
 
-    __slots__ = ("_found", "_number", "_numbers", "_record")
+    Attributes:
+        number: counts the results, from 1.
+        form: of its records, less the check.
+        found: None until it has been waited for.
+    """
 
-    def __init__(self, numbers: NodeNumbers, number: int, record: struct.Struct) -> None:
-        self._numbers, self._number, self._record = numbers, number, record
-        self._found: tuple[int, ...] | None = None
+    __slots__ = ("__weakref__", "_numbers", "form", "found", "number")
+
+    def __init__(self, numbers: NodeNumbers, number: int, form: struct.Struct) -> None:
+        self._numbers, self.number, self.form = numbers, number, form
+        self.found: tuple[int, ...] | None = None
 
     def __call__(self) -> tuple[int, ...]:
-        if self._found is None:
-            self._found = self._numbers.read(self._number, self._record)
-        return self._found
+        if self.found is None:
+            self.found = self._numbers.read(self)
+        return self.found
 
 
 def make_file(num_ranks: int, most_numbers: int) -> Path | None:
@@ -196,10 +223,8 @@ def file_bytes(num_ranks: int, most_numbers: int) -> int:
 
 def _record_bytes(most_numbers: int) -> int:
     """Bytes of a record: the number of the result, its integers, and their check."""
-    return 8 * (most_numbers + 2)
+    return 8 * (most_numbers + 1) + _CHECK_BYTES
 
 
-def _check(number: int, numbers: Sequence[int]) -> int:
-    """An integer of 64 bits that is the same on all ranks: Python hashes integers alike in every
-    process."""
-    return hash((number, *numbers))
+def _check(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(_CHECK_BYTES, "little")
