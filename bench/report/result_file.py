@@ -14,6 +14,15 @@ import torch
 Row: TypeAlias = dict[str, Any]
 """A measurement: names of figures and settings, and their values in JSON."""
 
+TIMED_FIRST = {"profiled": "once all were timed"}
+"""Part of a row whose process had not used torch's profiler when it was timed; one that has
+launches kernels and graphs more slowly ever after."""
+
+
+def was_timed_first(row: Row) -> bool:
+    """True where ``row`` says that it was timed before anything was profiled."""
+    return TIMED_FIRST.items() <= row.items()
+
 
 def write_results(path: Path, rows: Sequence[Row]) -> None:
     """Write ``rows`` to ``path``."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from bench.report.result_file import Row
+from bench.report.result_file import Row, was_timed_first
 
 Key: TypeAlias = tuple[Any, ...]
 """Values of a row, strings and numbers as JSON has them, that distinguish the lines of a table."""
@@ -18,6 +18,8 @@ Key: TypeAlias = tuple[Any, ...]
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- written by bench.report.tables -->", "<!-- end of what it writes -->"
 
+_OF_SETTING = ("file", "num_gpus", "gpu", "batch_per_gpu", "ids", "optimizer", "max_rows")
+"""What distinguishes the settings of steps; the file, too, since what is compared is of one run."""
 _PEERS = {"torchrec": "TorchRec", "torchrec_tuned": "tuned TorchRec"}
 _CHOICES = {
     "torchembed": "usual",
@@ -51,7 +53,7 @@ def headline(results: Path) -> str:
     """The table of README: steps of the usual batch, and TorchRec's in the same run, where nothing
     was profiled before it was timed."""
     usual = {"batch_per_gpu": 8192, "ids": "uniform", "optimizer": "adagrad", "max_rows": 8_000_000}
-    rows = [row for row in _rows_by_bench(results)["train_step"] if not _mark(row)]
+    rows = filter(was_timed_first, _rows_by_bench(results)["train_step"])
     found = _by(rows, ("file", "num_gpus", "gpu"), **usual)
     compared = {
         (num_gpus, gpu): systems
@@ -115,11 +117,9 @@ def with_tables(page: str, written: str) -> str:
 
 def _train_step(rows: Sequence[Row]) -> str:
     """A line for each setting that torchembed was measured in."""
-    # By file, too: what is compared comes from one run.
-    keys = ("file", "num_gpus", "gpu", "batch_per_gpu", "ids", "optimizer", "max_rows")
     precision = _only(row["precision"] for row in rows if row["system"] == "torchembed")
-    lines, found = [], _by(rows, keys)
-    for (_, num_gpus, gpu, size, ids, optimizer, max_rows), systems in found.items():
+    lines = []
+    for key, systems in _by(rows, _OF_SETTING).items():
         shown = [name for name in ("torchembed", "torchembed_tf32") if _is_shown(systems, name)]
         if not shown:
             continue
@@ -128,7 +128,7 @@ def _train_step(rows: Sequence[Row]) -> str:
         way = ", push" if ours.get("transport") == "push" else ""
         if ours.get("wire") == "fp8":
             way += ", 8 bits between GPUs"
-        line = [f"{_setting(num_gpus, gpu, size, max_rows, ids, optimizer)}{way}{_mark(ours)}"]
+        line = [f"{_setting(key)}{way}{_mark(ours)}"]
         line.append(_spread(systems.get("torchembed", {})))
         line.append(_spread(systems.get("torchembed_tf32", {})))
         line += [_spread(systems.get(name, {})) for name in _PEERS]
@@ -150,15 +150,12 @@ def _train_step(rows: Sequence[Row]) -> str:
 
 def _drop_ins(rows: Sequence[Row]) -> str:
     """A line for each setting in which TorchRec's model was measured with our parts in it."""
-    keys = ("file", "num_gpus", "gpu", "batch_per_gpu", "ids", "optimizer", "max_rows")
     lines, used = [], []
-    for key, systems in _by(rows, keys).items():
+    for key, systems in _by(rows, _OF_SETTING).items():
         peers = {name: systems[name]["ms_median"] for name in _PEERS if _is_shown(systems, name)}
         if not peers or not any(_is_shown(systems, name) for name in _DROP_INS):
             continue
-        _, num_gpus, gpu, size, ids, optimizer, max_rows = key
-        mark = _mark(next(iter(systems.values())))
-        line = [f"{_setting(num_gpus, gpu, size, max_rows, ids, optimizer)}{mark}"]
+        line = [f"{_setting(key)}{_mark(next(iter(systems.values())))}"]
         line += [_spread(systems.get(name, {})) for name in _PEERS]
         for name in _DROP_INS:
             row = systems.get(name, {})
@@ -181,15 +178,12 @@ def _drop_ins(rows: Sequence[Row]) -> str:
 
 def _choices(rows: Sequence[Row]) -> str:
     """A line for each setting in which choices that save bytes or FLOPs were measured."""
-    keys = ("file", "num_gpus", "gpu", "batch_per_gpu", "ids", "optimizer", "max_rows")
     lines, used = [], []
-    for key, systems in _by(rows, keys).items():
+    for key, systems in _by(rows, _OF_SETTING).items():
         if not all(_is_shown(systems, name) for name in ("torchembed", "torchembed_bf16_rows")):
             continue
-        _, num_gpus, gpu, size, ids, optimizer, max_rows = key
-        lines.append([_setting(num_gpus, gpu, size, max_rows, ids, optimizer)])
-        lines[-1] += [_spread(systems.get(name, {})) for name in _CHOICES]
-        used += [systems["torchembed"]]
+        lines.append([_setting(key), *(_spread(systems.get(name, {})) for name in _CHOICES)])
+        used.append(systems["torchembed"])
     if not lines:
         return ""
     return _text(
@@ -208,12 +202,12 @@ _OF_MARK = (
 
 def _mark(row: Row) -> str:
     """The mark of a line that was not timed before all profiles."""
-    return "" if row.get("profiled") == "once all were timed" else " †"
+    return "" if was_timed_first(row) else " †"
 
 
-def _setting(
-    num_gpus: int, gpu: str, size: int, max_rows: int | None, ids: str, optimizer: str
-) -> str:
+def _setting(key: Key) -> str:
+    """The setting of a line in words, from the values of ``_OF_SETTING``."""
+    _, num_gpus, gpu, size, ids, optimizer, max_rows = key
     cut = "" if max_rows is None else f", {max_rows / 1e6:g} M rows a table"
     return f"{num_gpus} {gpu}, {size} each{cut}, {ids}, {optimizer}"
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bench.report.result_file import Row
+from bench.report.result_file import Row, was_timed_first
 from bench.simulate.schedule import Sharing, Task, run
 from bench.simulate.step import Setting, simulated_step
 from torchembed.sharding.planning.topology import GPUS
@@ -40,9 +40,8 @@ def comparisons(rows: Iterable[Row]) -> list[Comparison]:
         is_ours = row.get("bench") == "train_step" and row.get("system") == "torchembed"
         if not is_ours or row["precision"] != "bf16" or "ms_median" not in row:
             continue
-        if row["num_gpus"] > 1 and row["transport"] != "push":
-            continue
-        if row["optimizer"] != "adagrad":
+        by_collectives = row["num_gpus"] > 1 and row["transport"] != "push"
+        if by_collectives or row["optimizer"] != "adagrad":
             continue
         hardware = next((gpu for gpu in GPUS if gpu.name in row["gpu"]), None)
         least = min(row["ms_min"], row.get("gpu_busy_ms", row["ms_min"]))
@@ -57,7 +56,7 @@ def comparisons(rows: Iterable[Row]) -> list[Comparison]:
             optimizer=row["optimizer"],
             wire=row["wire"],
         )
-        if "profiled" in row:
+        if was_timed_first(row):
             timed_first.add(setting)
         elif setting in timed_first:
             continue

@@ -39,6 +39,7 @@ _OF_PART = {
 """The stage of the other kernels of a part."""
 _PREFIX = "bench: "
 _OF_ONE_RANK = ("dense forward", "dense backward")
+"""Stages that are left out on several ranks."""
 _WAITING = ("exchange", "mean")
 """Stages whose kernels wait for other ranks; on the rank that came last they did not."""
 

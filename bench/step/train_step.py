@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bench.data import dlrm_dcnv2 as workload
 from bench.planning.step_floor import RATES, floor_seconds, num_unique_rows
-from bench.report.result_file import Row, write_results
+from bench.report.result_file import TIMED_FIRST, Row, write_results
 from bench.step.profile import profile_steps
 from bench.step.reference_step import Expected, dense_values, expected_losses
 from bench.step.setting import Precisions, StepSetting
@@ -162,7 +162,7 @@ class Bench:
         # TorchRec's fused pipeline knows no CPU.
         names = [s for s in self._config.systems if self._on_gpu or s != "torchrec_tuned"]
         settings = {name: setting_of(name, setting) for name in names}
-        batches = [self._batch(setting, step, dist.get_rank()) for step in range(self._num_batches)]
+        batches = self._batches(setting)
         expected = self._expected(setting, [own.precisions for own in settings.values()])
         dense = dense_values(setting)
         free_memory()
@@ -204,7 +204,7 @@ class Bench:
             "rows": setting.rows,
             "wire": setting.wire,
             "transport": setting.transport if _has_transport(name) else None,
-            "profiled": "once all were timed",
+            **TIMED_FIRST,
         }
 
     def _measure_system(
@@ -219,9 +219,10 @@ class Bench:
         with contextlib.closing(make_system(name, setting, dense)) as system:
             return self._measure(name, system, setting, batches, expected, start)
 
-    @property
-    def _num_batches(self) -> int:
-        return max(self._config.num_batches, NUM_CHECKED)
+    def _batches(self, setting: StepSetting) -> list[Batch]:
+        """This rank's."""
+        count = max(self._config.num_batches, NUM_CHECKED)
+        return [self._batch(setting, step, dist.get_rank()) for step in range(count)]
 
     def _batch(self, setting: StepSetting, step: int, rank: int) -> Batch:
         number = step * dist.get_world_size() + rank
@@ -329,7 +330,7 @@ class Bench:
         setting = self._setting(row["batch_per_gpu"], row["ids"])
         own = setting_of(row["system"], setting)
         torch.backends.cuda.matmul.allow_tf32 = own.precision != "fp32"
-        made = [self._batch(setting, step, dist.get_rank()) for step in range(self._num_batches)]
+        made = self._batches(setting)
         system = make_system(row["system"], own, dense_values(setting))
         with contextlib.closing(system):
             stream = itertools.cycle([system.batch(batch, self._device) for batch in made])

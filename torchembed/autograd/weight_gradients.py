@@ -34,7 +34,7 @@ class CastParameter(NamedTuple):
     """Stands for a tensor that :func:`cast_parameter` made."""
 
     parameter: Tensor
-    """What was cast."""
+    """The leaf that was cast, to which the gradient of the tensor belongs."""
 
 
 Parameter = Tensor | CastParameter
@@ -173,7 +173,7 @@ def are_deferred() -> bool:
 
 
 _CAST_OF = "torchembed_cast_of"
-"""Attribute of a tensor that :func:`cast_parameter` made: what was cast."""
+"""The attribute of a tensor made by :func:`cast_parameter` that holds the leaf it was cast from."""
 
 
 def cast_parameter(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -213,20 +213,14 @@ def weight_gradient(weight: Parameter | None, compute: Compute) -> Tensor | None
     Args:
         weight: as :func:`keep_parameters` kept it; None where it is no parameter.
     """
-    if isinstance(weight, CastParameter):
-        parameter = weight.parameter
-        if not _entered or parameter._backward_hooks:
-            return compute(None)
-        _entered[0]._defer(parameter, functools.partial(_cast_back, compute, parameter.dtype))
-        return None
-    if weight is None:
-        return compute(None)
+    parameter = weight.parameter if isinstance(weight, CastParameter) else weight
     # Hooks on a gradient may change it, and are called for what backward returns only.
-    if _entered and not weight._backward_hooks:
-        _entered[0]._defer(weight, compute)
-        return None
-    slot = slot_of(weight)
-    return compute(None if slot is None else slot.claim(weight))
+    if parameter is None or not _entered or parameter._backward_hooks:
+        return compute(_claimed_memory(weight))
+    if parameter is not weight:
+        compute = functools.partial(_cast_back, compute, parameter.dtype)
+    _entered[0]._defer(parameter, compute)
+    return None
 
 
 def _cast_back(compute: Compute, dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -247,17 +241,22 @@ def gradient_memory(saved: Tensor, parameter: Parameter | None) -> Tensor:
     Args:
         parameter: as :func:`keep_parameters` kept it.
     """
-    memory = None
-    if isinstance(parameter, Tensor):
-        slot = slot_of(parameter)
-        memory = None if slot is None else slot.claim(parameter)
+    memory = _claimed_memory(parameter)
     return torch.empty_like(saved) if memory is None else memory
+
+
+def _claimed_memory(parameter: Parameter | None) -> Tensor | None:
+    """The slot of the gradient of ``parameter``, claimed; None where it has none, and for a tensor
+    that was cast, whose gradient has another dtype."""
+    if not isinstance(parameter, Tensor):
+        return None
+    slot = slot_of(parameter)
+    return None if slot is None else slot.claim(parameter)
 
 
 def _accumulate(weight: Tensor, compute: Compute) -> None:
     """Compute the gradient of ``weight`` and accumulate it, as the engine does for a leaf."""
-    slot = slot_of(weight)
-    grad = compute(None if slot is None else slot.claim(weight))
+    grad = compute(_claimed_memory(weight))
     if weight.grad is None:
         weight.grad = grad
     else:

@@ -56,7 +56,7 @@ _cpu_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 def make_cpu_group() -> None:
     """Make a group that carries CPU tensors, where the default process group carries none, with its
     time limit, for this module's collectives from now on; collective."""
-    if dist.is_initialized() and "cpu:" not in _backends() and _group() is None:
+    if dist.is_initialized() and "cpu:" not in _backends() and not _has_cpu_group():
         made, default = dist.new_group(backend="gloo", timeout=default_timeout()), dist.group.WORLD
         assert isinstance(made, dist.ProcessGroup)
         assert default is not None
@@ -64,14 +64,14 @@ def make_cpu_group() -> None:
         _cpu_groups[default] = made
 
 
-def _group() -> dist.ProcessGroup | None:
-    """Process group for CPU tensors; None for the default one."""
-    default = dist.group.WORLD
-    return None if default is None else _cpu_groups.get(default)
+def _has_cpu_group() -> bool:
+    """True where :func:`make_cpu_group` has made a group for the default one."""
+    return dist.group.WORLD in _cpu_groups
 
 
 def group_of_cpu_tensors() -> dist.ProcessGroup:
-    """The process group that this module's collectives use; there is a default one."""
+    """The process group that carries CPU tensors for the default one, which there is: that itself,
+    or what :func:`make_cpu_group` has made for it."""
     default = dist.group.WORLD
     assert default is not None
     return _cpu_groups.get(default, default)
@@ -79,7 +79,7 @@ def group_of_cpu_tensors() -> dist.ProcessGroup:
 
 def check_cpu_backend() -> None:
     """Raise ``RuntimeError`` where the process group cannot carry CPU tensors."""
-    if not dist.is_initialized() or _group() is not None:
+    if not dist.is_initialized() or _has_cpu_group():
         return
     if "cpu:" not in (backends := _backends()):
         raise RuntimeError(
@@ -92,7 +92,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of every rank's ``values``, on the CPU in float64; every rank must call it."""
     total = values.detach().to("cpu", torch.float64)
     if world_size() > 1:
-        dist.all_reduce(total, group=_group())
+        dist.all_reduce(total, group=group_of_cpu_tensors())
     return total
 
 
@@ -101,7 +101,7 @@ def gather_objects(item: T) -> list[T]:
     if world_size() == 1:
         return [item]
     items = [item] * world_size()
-    dist.all_gather_object(items, item, group=_group())
+    dist.all_gather_object(items, item, group=group_of_cpu_tensors())
     return items
 
 
@@ -109,7 +109,7 @@ def from_first_rank(item: T) -> T:
     """Rank 0's ``item``, small and picklable, on every rank."""
     items = [item]
     if world_size() > 1:
-        dist.broadcast_object_list(items, src=0, group=_group())
+        dist.broadcast_object_list(items, src=0, group=group_of_cpu_tensors())
     return items[0]
 
 
@@ -124,7 +124,7 @@ def gather_on_first_rank(rows: Tensor) -> Tensor | None:
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts] if rank() == 0 else None
-    dist.gather(padded, parts, group=_group())
+    dist.gather(padded, parts, group=group_of_cpu_tensors())
     if parts is None:
         return None
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -1,6 +1,7 @@
 """Minima of integers over all ranks, which may be found while the host goes on, and flags."""
 
 import array
+import functools
 import weakref
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def start_minimum(*numbers: int) -> Minima:
     # Every step does this: torch.tensor() takes six times as long, and dist.all_reduce() first asks
     # what is known here.
     least = torch.frombuffer(array.array("q", numbers), dtype=torch.int64)
-    return _Minimum(least, group_of_cpu_tensors().allreduce(least, dist.ReduceOp.MIN))
+    work = group_of_cpu_tensors().allreduce(least, dist.ReduceOp.MIN)
+    return functools.cache(functools.partial(_waited_for, least, work))
 
 
 _of_node: "weakref.WeakKeyDictionary[dist.ProcessGroup, NodeNumbers | None]"
@@ -93,17 +95,7 @@ def _open(path: Path, num_ranks: int, most_numbers: int) -> NodeNumbers | None:
         return None
 
 
-class _Minimum:
-    """The result of a collective that is under way; waits for it when called first."""
-
-    __slots__ = ("_found", "_least", "_work")
-
-    def __init__(self, least: Tensor, work: dist.Work) -> None:
-        self._least, self._work = least, work
-        self._found: tuple[int, ...] | None = None
-
-    def __call__(self) -> tuple[int, ...]:
-        if self._found is None:
-            self._work.wait()
-            self._found = tuple(self._least.tolist())
-        return self._found
+def _waited_for(least: Tensor, work: dist.Work) -> tuple[int, ...]:
+    """The integers of ``least`` once the collective ``work`` has reduced them."""
+    work.wait()
+    return tuple(least.tolist())

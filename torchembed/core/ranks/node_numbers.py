@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import select
@@ -59,6 +58,9 @@ class NodeNumbers:
     def __init__(
         self, path: Path, rank: int, num_ranks: int, most_numbers: int, timeout_seconds: float
     ) -> None:
+        # Not on every system, and needed on several ranks alone.
+        import fcntl
+
         self._rank, self._num_ranks = rank, num_ranks
         self._most_numbers, self._timeout_seconds = most_numbers, timeout_seconds
         self._file = os.open(path, os.O_RDWR)
@@ -162,6 +164,8 @@ class NodeNumbers:
 
     def _has_ended(self, rank: int) -> bool:
         """True if no process holds the lock of ``rank``."""
+        import fcntl
+
         if rank == self._rank:  # the system gives a process its own locks again
             return False
         try:
@@ -201,8 +205,6 @@ class _Pending:
 def make_file(num_ranks: int, most_numbers: int) -> Path | None:
     """Make the file of a :class:`NodeNumbers` in the system's shared memory, to be removed once
     every rank has opened it; None where there is no such memory, or no room in it."""
-    if not _FOLDER.is_dir():
-        return None
     with contextlib.suppress(OSError):
         file, name = tempfile.mkstemp(prefix="torchembed-", dir=_FOLDER)
         try:

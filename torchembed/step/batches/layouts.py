@@ -1,5 +1,6 @@
 """The layouts of captured steps: which kinds of step can train a batch, agreed over all ranks."""
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
@@ -232,22 +233,9 @@ class Layouts:
         layouts = [_LARGER] * self._num_ranks
         layouts[ranks.rank()] = kinds.layout
         numbers = *kinds[:2], -num_ids, digest, -digest, -self.since, -has_spare, *layouts
-        return _PendingAgreement(ranks.start_minimum(*numbers))
-
-
-class _PendingAgreement:
-    """The agreement of all ranks; waits for it when called first. Each step asks several times."""
-
-    __slots__ = ("_found", "_least")
-
-    def __init__(self, least: Callable[[], tuple[int, ...]]) -> None:
-        self._least = least
-        self._found: Agreement | None = None
-
-    def __call__(self) -> Agreement:
-        if self._found is None:
-            self._found = _agreement(self._least())
-        return self._found
+        least = ranks.start_minimum(*numbers)
+        # Each step asks several times.
+        return functools.cache(lambda: _agreement(least()))
 
 
 def _agreement(least: tuple[int, ...]) -> Agreement:
