@@ -8,6 +8,8 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.datasets.utils import Batch as TorchrecBatch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -100,7 +102,8 @@ def make_torchrec_model(
         constraints: what the planner must keep to, by table.
         codecs: of the wires.
         is_drop_in: with torchembed's sharder in the place of TorchRec's.
-        in_16_bits: compute the dense part in bfloat16, by ``torch.autocast``.
+        in_16_bits: compute the dense part in bfloat16, by ``torch.autocast``, and average its
+            gradients in bfloat16.
     """
     tables = [
         TorchrecConfig(
@@ -140,6 +143,10 @@ def make_torchrec_model(
     )
     plan = planner.collective_plan(model, [sharder], dist.GroupMember.WORLD)
     sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
+    if in_16_bits and num_ranks > 1:
+        data_parallel = sharded._dmp_wrapped_module
+        assert isinstance(data_parallel, DistributedDataParallel)
+        data_parallel.register_comm_hook(None, bf16_compress_hook)
     for config, value in torchrec_tables(sharded, configs):
         spec = config.spec(seed)
         for row, column, rows in local_shards(value):

@@ -45,8 +45,9 @@ SYSTEMS = (
 rows. ``torchrec_tuned``: fp16 on the wire, and its fused pipeline. ``torchembed_tf32``: in
 TorchRec's own precision, with its fp32 wire. ``drop_in``: TorchRec with torchembed's sharder;
 ``drop_in_pipeline``: and with its pipeline. TorchRec's model computes in tf32, or, where the name
-says so, in bf16 under ``torch.autocast``. ``torchembed_bf16_rows``: rows in bf16, too, rounded
-stochastically; ``torchembed_fp8_products``: products of wide linear layers in 8 bits."""
+says so, in bf16 under ``torch.autocast``, with bf16 on the wire. ``torchembed_bf16_rows``: rows in
+bf16, too, rounded stochastically; ``torchembed_fp8_products``: products of wide linear layers in 8
+bits."""
 NUM_CHECKED, NUM_PASSES = 2, 3
 """Batches whose losses are checked, and how often they are taken in turn: what the updates of one
 pass made of the rows, the next one looks up; from the fourth step on our steps are graphs."""
@@ -364,9 +365,10 @@ def setting_of(name: str, setting: StepSetting) -> StepSetting:
         return dataclasses.replace(setting, rows="bf16")
     if name == "torchembed_fp8_products":
         return dataclasses.replace(setting, precision="fp8")
+    if name.endswith("_bf16"):
+        return dataclasses.replace(setting, precision="bf16", wire="bf16")
     wire = "fp16" if name == "torchrec_tuned" else "fp32"
-    precision = "bf16" if name.endswith("_bf16") else "tf32"
-    return dataclasses.replace(setting, precision=precision, wire=wire)
+    return dataclasses.replace(setting, precision="tf32", wire=wire)
 
 
 def _has_transport(name: str) -> bool:

@@ -144,6 +144,11 @@ class DenseOptimizer(ReplayedOptimizer):
                 buffer.updated.clear()
         return loss
 
+    @property
+    def may_step_early(self) -> bool:
+        """False where a hook before steps has to see all gradients first."""
+        return not self._optimizer_step_pre_hooks
+
     @torch.no_grad()
     def step_early(self, parameters: Collection[Tensor]) -> None:
         """Update some parameters whose gradients are final before :meth:`step`, which then updates

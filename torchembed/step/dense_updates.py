@@ -2,8 +2,8 @@
 
 import collections
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -11,13 +11,31 @@ from torch import Tensor
 from torchembed.autograd.gradient_slots import slot_of
 from torchembed.autograd.reads import ReadsOf
 from torchembed.autograd.weight_gradients import Completion, DeferredWeightGradients
-from torchembed.optim import DenseOptimizer
 from torchembed.step.step_optimizers import skipping, update
 from torchembed.step.streams import event_on, fork_and_join, join, wait_for
 
 _NOTHING = contextlib.nullcontext()
 _MIN_ELEMENTS = 1 << 16
 """The least size of a weight that is worth an update kernel of its own."""
+
+
+@runtime_checkable
+class EarlyOptimizer(Protocol):
+    """An optimizer of dense parameters that can update some of them before its step."""
+
+    param_groups: list[dict[str, Any]]
+    skip: Tensor | None
+    """float32 ``[1]``; nothing is updated where it is not zero on the device."""
+
+    @property
+    def may_step_early(self) -> bool:
+        """False where something must see all gradients before the first update."""
+        ...
+
+    def step_early(self, parameters: Collection[Tensor]) -> None:
+        """Update those of ``parameters`` that it has, whose gradients are final; its step then
+        leaves them out."""
+        ...
 
 
 class DenseUpdates(Protocol):
@@ -61,15 +79,15 @@ class LateUpdates(PlainUpdates):
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__(optimizers)
-        self._ours = [o for o in optimizers if isinstance(o, DenseOptimizer)]
+        self._ours = [o for o in optimizers if isinstance(o, EarlyOptimizer)]
 
     def around_backward(self, skip: Tensor | None) -> contextlib.AbstractContextManager[object]:
         del skip  # nothing is updated before
         return DeferredWeightGradients()
 
-    def _without_pre_hooks(self) -> list[DenseOptimizer]:
-        """Optimizers that may update early: a pre-hook would have to see all gradients first."""
-        return [o for o in self._ours if not o._optimizer_step_pre_hooks]
+    def _early(self) -> list[EarlyOptimizer]:
+        """Optimizers that may update early now."""
+        return [optimizer for optimizer in self._ours if optimizer.may_step_early]
 
 
 class EarlyUpdates(LateUpdates):
@@ -135,7 +153,7 @@ class EarlyUpdates(LateUpdates):
         """Large weights, of optimizers and with gradients that nobody else has to do with."""
         parameters = [
             parameter
-            for optimizer in self._without_pre_hooks()
+            for optimizer in self._early()
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.requires_grad and parameter.numel() >= _MIN_ELEMENTS
@@ -162,7 +180,7 @@ class EarlyUpdates(LateUpdates):
                 begun[buffer] = event_on(self._updates_stream)
         for event in begun.values():
             wait_for(event)
-        for optimizer in self._without_pre_hooks():
+        for optimizer in self._early():
             # The weights that are left, concurrently with the early ones.
             with skipping(optimizer, skip):
                 optimizer.step_early([p for g in optimizer.param_groups for p in g["params"]])
@@ -188,7 +206,7 @@ class UpdatesOfMeans(LateUpdates):
 
     @contextlib.contextmanager
     def around_backward(self, skip: Tensor | None) -> Iterator[None]:
-        early = self._without_pre_hooks()
+        early = self._early()
 
         def note(parameters: Sequence[Tensor]) -> None:
             for optimizer in early:

@@ -50,7 +50,7 @@ def _everything_of(
 
 def trained(name: str, device: torch.device) -> list[list[tuple[str, Tensor]]]:
     """By us, by torch and by torch in float64: values and states, after a change of the learning
-    rate, a step that is skipped, and states that were loaded."""
+    rate, a step that is skipped, updates before a step, and states that were loaded."""
     from torchembed.integrations.torchrec.trained_model.dense_parameters import AliasedParameter
     from torchembed.integrations.torchrec.trained_model.dense_updates import (
         DenseUpdates,
@@ -87,6 +87,10 @@ def trained(name: str, device: torch.device) -> list[list[tuple[str, Tensor]]]:
         updates.step()
         assert all(torch.equal(pair.alias, b) for pair, b in zip(leaves, before, strict=True))
         updates.skip = None
+        early = [pair.alias for pair in leaves[step % 3 :]]
+        if step:  # some before the others, once each
+            updates.step_early(early)
+            updates.step_early(early)
         updates.step()
         updates.end()
         for optimizer in optimizers[1:]:

@@ -1,5 +1,6 @@
 """Conversion between TorchRec's batches and those that torchembed's pipeline takes."""
 
+import array
 import zlib
 from collections.abc import Iterator
 from typing import TypeAlias, cast
@@ -36,6 +37,18 @@ def fixed_hotness(features: KeyedJaggedTensor) -> Hotness | None:
     return hotness if sum(hotness) * features.stride() == features.values().numel() else None
 
 
+def _has_lengths(features: KeyedJaggedTensor, lengths: Tensor, hotness: Hotness) -> bool:
+    """True where ``features`` have ``lengths``, which are of a fixed ``hotness``."""
+    own = features.lengths()
+    is_alike = own.device == lengths.device and own.dtype is lengths.dtype
+    return (
+        is_alike
+        and len(features.keys()) == len(hotness)
+        and torch.equal(own, lengths)
+        and features.values().numel() == sum(hotness) * features.stride()
+    )
+
+
 def unsupported_batch(batch: Tree) -> str | None:
     """Reason why torchembed's pipeline cannot take ``batch``; None where it can."""
     if layout_of(with_sparse_features(batch)) is not None:
@@ -62,6 +75,8 @@ class BatchReader:
         self._group, self._device = group, device
         self._known: tuple[Hotness, ...] | None = None
         """Hotness of the first batch that had a fixed one; steps are captured for that one."""
+        self._lengths: dict[int, tuple[Tensor, Hotness]] = {}
+        """For the number of a batch's features, the last lengths of a fixed hotness, and that."""
 
     def read(self, batches: Iterator[Tree]) -> ReadItem:
         """Read and convert the next batch. Collective.
@@ -102,12 +117,27 @@ class BatchReader:
 
     def _hotness(self, batch: Tree) -> tuple[Hotness, ...] | None:
         """The hotness of each of the batch's features; None where one of them has none."""
+        given = cast("list[SparseFeatures | KeyedJaggedTensor]", sparse_features(batch))
         found = [
-            features.hotness if isinstance(features, SparseFeatures) else fixed_hotness(features)
-            for features in cast("list[SparseFeatures | KeyedJaggedTensor]", sparse_features(batch))
+            features.hotness
+            if isinstance(features, SparseFeatures)
+            else self._fixed_hotness(number, features)
+            for number, features in enumerate(given)
         ]
         fixed = tuple(hotness for hotness in found if hotness is not None)
         return fixed if fixed and len(fixed) == len(found) else None
+
+    def _fixed_hotness(self, number: int, features: KeyedJaggedTensor) -> Hotness | None:
+        """:func:`fixed_hotness`, which is as before where the lengths are."""
+        lengths, hotness = self._lengths.get(number, (None, ()))
+        if lengths is None or not _has_lengths(features, lengths, hotness):
+            found = fixed_hotness(features)
+            if found is None:
+                return None
+            # A copy, since the iterator may write its next batch to the same memory.
+            self._lengths[number] = features.lengths().clone(), found
+            return found
+        return hotness
 
     def _agree(
         self, error: Exception | None, batch: Tree, hotness: tuple[Hotness, ...] | None
@@ -118,9 +148,11 @@ class BatchReader:
             return flags[0], flags[1], flags[2]
         code = zlib.crc32(repr(hotness).encode())
         # One minimum over code and -code gives its least and greatest value over the ranks.
-        numbers = torch.tensor([*flags, code, -code], dtype=torch.int64)
-        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._group.group)
-        read, has, fixed, least, most = numbers.tolist()
+        # torch.tensor() and dist.all_reduce() keep Python busy for longer, while steps wait for it.
+        numbers = array.array("q", [*flags, code, -code])
+        shared = torch.frombuffer(numbers, dtype=torch.int64)
+        self._group.group.allreduce(shared, dist.ReduceOp.MIN).wait()
+        read, has, fixed, least, most = numbers
         return bool(read), bool(has), bool(fixed) and least == -most
 
     def _converted(self, batch: Tree, hotness: tuple[Hotness, ...] | None) -> Tree:

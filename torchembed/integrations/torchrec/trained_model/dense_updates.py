@@ -4,7 +4,7 @@ Parameters and states stay the optimizer's own tensors; the learning rate is rea
 each step, and the step counted in it afterwards.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,9 @@ class DenseUpdates:
     skip: Tensor | None = None
     """float32 ``[1]``; where it is not zero on the device, :meth:`step` changes nothing."""
 
+    may_step_early = True
+    """:func:`plain_optimizers` have no hooks."""
+
     def __init__(
         self, optimizers: Iterable[torch.optim.Optimizer], aliased: Sequence[AliasedParameter]
     ) -> None:
@@ -79,7 +82,9 @@ class DenseUpdates:
         self.state: dict[Tensor, dict[str, object]] = {}
 
     def zero_grad(self) -> None:
-        """Do nothing: :class:`AliasedOptimizer` drops the gradients."""
+        """Begin a step anew; :class:`AliasedOptimizer` drops the gradients."""
+        for group in self._groups:
+            group.updated.clear()
 
     def begin(self) -> list[Hashable]:
         """Before a step: set step counts from the optimizers. Returns what a captured step assumes
@@ -93,10 +98,16 @@ class DenseUpdates:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all parameters that have a gradient."""
+        """Update all parameters that have a gradient, but those that :meth:`step_early` has."""
         for group in self._groups:
-            group.copy_lr()
-            group.update(self.skip)
+            group.update(self.skip, None)
+            group.updated.clear()
+
+    @torch.no_grad()
+    def step_early(self, parameters: Collection[Tensor]) -> None:
+        """Update some aliases whose gradients are final before :meth:`step`: both are one step."""
+        for group in self._groups:
+            group.update(self.skip, parameters)
 
     def end(self) -> None:
         """After a step: count it in the optimizers' own states."""
@@ -130,11 +141,13 @@ class _Group:
         self._steps = torch.zeros(len(aliased), device="cpu")
         """The optimizer's step count for each pair, in this memory from the first step on."""
         self._counts = self._steps.unbind()
+        self.updated: set[Tensor] = set()
+        """Aliases that were updated early in the current step."""
         self._counted = [True] * len(aliased), torch.ones(len(aliased), device="cpu")
         """For each parameter, if the last step counted it, as bools and as 0 and 1."""
-        self._known_steps = self._steps.clone()
-        """Host copy of ``_on_device``."""
         self._on_device = torch.zeros(len(aliased), device=device)
+        self._known_version = self._steps._version
+        """That of the step counts when they were last the same on the device."""
 
     def copy_lr(self) -> None:
         """Copy the learning rate to the device where it has changed."""
@@ -159,17 +172,26 @@ class _Group:
         for state, mine in zip(states, self._counts, strict=True):
             if state["step"] is not mine:
                 state["step"] = mine.copy_(state["step"])
-        if not torch.equal(self._steps, self._known_steps):
+        if self._steps._version != self._known_version:
             self._on_device.copy_(self._steps)
-            self._known_steps.copy_(self._steps)
+            self._known_version = self._steps._version
         return self._rule(), *(state[name].data_ptr() for state in states for name in self._names)
 
     def _rule(self) -> DenseRule:
         return DenseRule(kind=self._kind, **rule_numbers(self._group))
 
-    def update(self, skip: Tensor | None) -> None:
+    def update(self, skip: Tensor | None, aliases: Collection[Tensor] | None) -> None:
+        """Step the pairs of ``aliases``, or those not updated early where None."""
+        self.copy_lr()
         rule, steps = self._rule(), self._on_device.split(1)
-        trained = [n for n, pair in enumerate(self.aliased) if pair.alias.grad is not None]
+        own = {pair.alias for pair in self.aliased}
+        among = (own if aliases is None else own.intersection(aliases)) - self.updated
+        trained = [
+            number
+            for number, (_, alias) in enumerate(self.aliased)
+            if alias in among and alias.grad is not None
+        ]
+        self.updated.update(self.aliased[number].alias for number in trained)
         if self._kind is OptimizerKind.ADAM and trained:
             one = 1.0 if skip is None else (skip == 0).float().reshape(())
             torch._foreach_add_([steps[n] for n in trained], one)  # type: ignore[attr-defined]
@@ -193,4 +215,4 @@ class _Group:
             if are_trained != self._counted[0]:
                 self._counted = are_trained, torch.tensor(are_trained, device="cpu").float()
             self._steps += self._counted[1]
-            self._known_steps += self._counted[1]
+            self._known_version = self._steps._version
