@@ -70,7 +70,8 @@ class Shape(NamedTuple):
         generator = torch.Generator().manual_seed(number)
         dense = torch.randn(self.batch_size, self.sizes.num_dense, generator=generator)
         noise = torch.randn(self.batch_size, generator=generator)
-        return Batch(dense, sparse, (dense.sum(dim=1) + (ids[0] % 5 - 2) + noise > 0).float())
+        first = ids[0].view(self.batch_size, -1)[:, 0]
+        return Batch(dense, sparse, (dense.sum(dim=1) + (first % 5 - 2) + noise > 0).float())
 
 
 class Trained(NamedTuple):
