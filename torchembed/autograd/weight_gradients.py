@@ -30,15 +30,13 @@ class Completion(NamedTuple):
     """Tensors that the early use may change."""
 
 
-class CastParameter(NamedTuple):
-    """Stands for a tensor that :func:`cast_parameter` made."""
+class Parameter(NamedTuple):
+    """A parameter of a layer, as the layer's backward knows it."""
 
-    parameter: Tensor
-    """The leaf that was cast, to which the gradient of the tensor belongs."""
-
-
-Parameter = Tensor | CastParameter
-"""The parameter behind an argument of a layer: the argument itself, or what was cast to it."""
+    leaf: Tensor | None
+    """The parameter itself; None where it was computed from others, or while torch compiles."""
+    dtype: torch.dtype
+    """Its own, in which its gradient is wanted; autocast computes with a copy in another one."""
 
 
 class DeferredWeightGradients:
@@ -172,86 +170,59 @@ def are_deferred() -> bool:
     return bool(_entered) and not torch.compiler.is_compiling()
 
 
-_CAST_OF = "torchembed_cast_of"
-"""The attribute of a tensor made by :func:`cast_parameter` that holds the leaf it was cast from."""
-
-
-def cast_parameter(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """``parameter`` in ``dtype``, as under ``torch.autocast``; the gradient of a leaf may be
-    deferred as if it had not been cast."""
-    cast = parameter.to(dtype)
-    if cast is not parameter and parameter.is_leaf and not torch.compiler.is_compiling():
-        setattr(cast, _CAST_OF, parameter)
-    return cast
-
-
 def keep_parameters(ctx: FunctionContext, *parameters: Tensor | None) -> None:
-    """Keep in ``ctx.parameters`` those of ``parameters`` that are leaves, or were cast from leaves
-    by :func:`cast_parameter`, with None for others.
+    """Keep in ``ctx.parameters`` a :class:`Parameter` for each of ``parameters``.
 
     For ``forward``. Saved tensors will not do: where hooks save them (activation checkpointing,
     ``save_on_cpu``), ``backward`` gets copies, which are nobody's parameter.
     """
-    kept = [None if p is None else _parameter_behind(p) for p in parameters]
-    ctx.parameters = [None] * len(kept) if torch.compiler.is_compiling() else kept
+    has_leaves = not torch.compiler.is_compiling()
+    ctx.parameters = [
+        None if p is None else Parameter(p if has_leaves and p.is_leaf else None, p.dtype)
+        for p in parameters
+    ]
 
 
-def _parameter_behind(tensor: Tensor) -> Parameter | None:
-    if tensor.is_leaf:
-        return tensor
-    parameter = getattr(tensor, _CAST_OF, None)
-    return None if parameter is None else CastParameter(parameter)
-
-
-def weight_gradient(weight: Parameter | None, compute: Compute) -> Tensor | None:
+def weight_gradient(weight: Parameter, compute: Compute) -> Tensor | None:
     """Gradient of ``weight`` for ``backward`` of an ``autograd.Function`` to return.
 
     That is ``compute``'s result, in the slot of the weight's gradient where it has one; or None
-    where the gradient is deferred. Of a weight that was cast, the gradient is cast back, as the
-    engine does if it is not deferred.
-
-    Args:
-        weight: as :func:`keep_parameters` kept it; None where it is no parameter.
+    where the gradient is deferred.
     """
-    parameter = weight.parameter if isinstance(weight, CastParameter) else weight
+    leaf = weight.leaf
     # Hooks on a gradient may change it, and are called for what backward returns only.
-    if parameter is None or not _entered or parameter._backward_hooks:
-        return compute(_claimed_memory(weight))
-    if parameter is not weight:
-        compute = functools.partial(_cast_back, compute, parameter.dtype)
-    _entered[0]._defer(parameter, compute)
+    if leaf is None or not _entered or leaf._backward_hooks:
+        return compute(_claimed_memory(leaf))
+    _entered[0]._defer(leaf, compute)
     return None
 
 
-def _cast_back(compute: Compute, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """``compute``'s gradient, in ``dtype`` and into ``out``, where that is given."""
-    gradient = compute(None)
-    return gradient.to(dtype) if out is None else out.copy_(gradient)
+def product_gradient(weight: Parameter, grad: Tensor, x: Tensor) -> Tensor | None:
+    """:func:`weight_gradient` for the product ``x @ weight.T``: ``grad.T @ x``, in the dtype of
+    ``weight``, where autocast has cast that to the dtype of ``x``."""
+    return weight_gradient(weight, functools.partial(_product, grad.t(), x, weight.dtype))
 
 
-def product_gradient(weight: Parameter | None, grad: Tensor, x: Tensor) -> Tensor | None:
-    """:func:`weight_gradient` for the product ``x @ weight.T``: ``grad.T @ x``."""
-    return weight_gradient(weight, lambda out: torch.mm(grad.t(), x, out=out))
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    if dtype is left.dtype:
+        return torch.mm(left, right, out=out)
+    if left.is_cuda and left.dtype.itemsize == 2 and dtype is torch.float32:
+        return torch.mm(left, right, dtype, out=out)  # the sums as they are, not rounded first
+    product = torch.mm(left, right)
+    return product.to(dtype) if out is None else out.copy_(product)
 
 
-def gradient_memory(saved: Tensor, parameter: Parameter | None) -> Tensor:
-    """Memory for the gradient of ``saved`` that ``backward`` writes and returns: the slot of its
-    parameter, or new memory like ``saved``.
-
-    Args:
-        parameter: as :func:`keep_parameters` kept it.
-    """
-    memory = _claimed_memory(parameter)
-    return torch.empty_like(saved) if memory is None else memory
+def gradient_memory(saved: Tensor, parameter: Parameter) -> Tensor:
+    """Memory for the gradient of ``parameter`` that ``backward`` writes and returns: the slot of
+    its gradient, or new memory of its dtype, shaped as ``saved``."""
+    memory = _claimed_memory(parameter.leaf)
+    return torch.empty_like(saved, dtype=parameter.dtype) if memory is None else memory
 
 
-def _claimed_memory(parameter: Parameter | None) -> Tensor | None:
-    """The slot of the gradient of ``parameter``, claimed; None where it has none, and for a tensor
-    that was cast, whose gradient has another dtype."""
-    if not isinstance(parameter, Tensor):
-        return None
-    slot = slot_of(parameter)
-    return None if slot is None else slot.claim(parameter)
+def _claimed_memory(leaf: Tensor | None) -> Tensor | None:
+    """The slot of the gradient of ``leaf``, claimed; None where it has none."""
+    slot = None if leaf is None else slot_of(leaf)
+    return None if slot is None or leaf is None else slot.claim(leaf)
 
 
 def _accumulate(weight: Tensor, compute: Compute) -> None:

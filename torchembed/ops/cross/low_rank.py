@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchembed.autograd.first_order import first_order
-from torchembed.autograd.weight_gradients import cast_parameter, keep_parameters, product_gradient
+from torchembed.autograd.weight_gradients import keep_parameters, product_gradient
 from torchembed.core import checks
 from torchembed.core.function_context import FunctionContext
 from torchembed.ops.cross.schema import (
@@ -23,8 +23,10 @@ from torchembed.ops.side_by_side import joined_in_place, side_by_side
 class _LowRankCrossNetwork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionContext, num_parts: int, *tensors: Tensor) -> Tensor:
-        parts, parameters = tensors[:num_parts], tensors[num_parts:]
+        parts = tensors[:num_parts]
         x0 = parts[0].contiguous() if num_parts == 1 else torch.cat(parts, dim=1)
+        keep_parameters(ctx, *tensors[num_parts:])
+        parameters = [parameter.to(x0.dtype) for parameter in tensors[num_parts:]]
         num_layers = len(parameters) // 3
         xs, hs, zs = [x0], [], []
         for layer in range(num_layers):
@@ -35,7 +37,6 @@ class _LowRankCrossNetwork(torch.autograd.Function):
             hs.append(h)
             zs.append(z)
         ctx.save_for_backward(*xs[:-1], *hs, *zs, *parameters)
-        keep_parameters(ctx, *parameters)
         ctx.num_layers, ctx.widths = num_layers, [part.shape[1] for part in parts]
         return xs[-1]
 
@@ -98,8 +99,10 @@ def low_rank_cross_network(
     the second product of a layer is the product's epilogue, in float32, forward and backward. The
     gradients of ``x0`` from all layers are added up once, in the last pass of backward. The sums
     over samples for ``bias`` are float32, in an order that the shape fixes: deterministic. Never
-    synchronizes. Under ``torch.autocast`` everything is cast. Gradients of ``v`` and ``u`` may be
-    deferred (:class:`~torchembed.autograd.weight_gradients.DeferredWeightGradients`).
+    synchronizes. Under ``torch.autocast`` everything is cast, and the gradient of a parameter has
+    the parameter's own dtype: a float32 one is not rounded to the dtype of autocast first on a GPU.
+    Gradients of ``v`` and ``u`` may be deferred
+    (:class:`~torchembed.autograd.weight_gradients.DeferredWeightGradients`).
 
     Args:
         x0: ``[B, N]``, float32, float16 or bfloat16; or parts of it, ``[B, N1]``, ``[B, N2]`` and
@@ -126,11 +129,11 @@ def low_rank_cross_network(
     parameters = [*v, *u, *bias]
     device = parts[0].device.type
     dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
-    if torch.is_autocast_enabled(device):
+    is_cast = torch.is_autocast_enabled(device)
+    if is_cast:
         dtype = torch.get_autocast_dtype(device)
-        parameters = [cast_parameter(parameter, dtype) for parameter in parameters]
     parts = [part.to(dtype) for part in parts]
-    _check(parts, parameters)
+    _check(parts, parameters, is_cast=is_cast)
     if not parameters:
         return side_by_side(*parts)
     joined = joined_in_place(parts)
@@ -140,7 +143,7 @@ def low_rank_cross_network(
     return _LowRankCrossNetwork.apply(len(parts), *parts, *contiguous)
 
 
-def _check(parts: list[Tensor], parameters: list[Tensor]) -> None:
+def _check(parts: list[Tensor], parameters: list[Tensor], *, is_cast: bool) -> None:
     first = parts[0]
     checks.check_float("x0", first)
     for part in parts:
@@ -156,9 +159,10 @@ def _check(parts: list[Tensor], parameters: list[Tensor]) -> None:
         name = f"{('v', 'u', 'bias')[kind]}[{layer}]"
         rank = parameters[layer].shape[0]
         expected = ((rank, width), (width, rank), (width,))[kind]
-        checks.check_dtype(
-            name, parameter, (first.dtype,), "cast it to x0's, or use torch.autocast"
-        )
+        if not is_cast:
+            checks.check_dtype(
+                name, parameter, (first.dtype,), "cast it to x0's, or use torch.autocast"
+            )
         if tuple(parameter.shape) != expected:
             raise ValueError(f"{name} must have shape {expected}, got {tuple(parameter.shape)}")
         checks.check_same_device("x0", first, **{name: parameter})

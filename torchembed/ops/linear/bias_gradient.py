@@ -14,7 +14,7 @@ from torchembed.ops.linear.schema import sum_partials_op
 
 
 def empty_sums(
-    bias: Tensor, parameter: Parameter | None, num_rows: int, *, has_partials: bool = True
+    bias: Tensor, parameter: Parameter, num_rows: int, *, has_partials: bool = True
 ) -> Tensor:
     """Memory for an operation's sums over ``num_rows`` samples, for the gradient of ``bias [N]``.
 
@@ -34,7 +34,7 @@ def empty_sums(
     return torch.empty(num_partials, bias.numel(), device=bias.device, dtype=torch.float32)
 
 
-def bias_gradient(bias: Tensor, parameter: Parameter | None, sums: Tensor) -> Tensor | None:
+def bias_gradient(bias: Tensor, parameter: Parameter, sums: Tensor) -> Tensor | None:
     """The gradient of ``bias`` from ``sums``, for ``backward`` to return; None where deferred.
 
     Arguments are those of :func:`empty_sums`.
@@ -43,7 +43,8 @@ def bias_gradient(bias: Tensor, parameter: Parameter | None, sums: Tensor) -> Te
         return sums
 
     def total(memory: Tensor | None) -> Tensor:
-        memory = torch.empty_like(bias) if memory is None else memory
+        if memory is None:
+            memory = torch.empty_like(bias, dtype=parameter.dtype)
         sum_partials_op(sums, memory)
         return memory
 

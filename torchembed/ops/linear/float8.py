@@ -5,7 +5,6 @@ from torch import Tensor
 
 from torchembed.autograd.first_order import first_order
 from torchembed.autograd.weight_gradients import (
-    cast_parameter,
     gradient_memory,
     keep_parameters,
     product_gradient,
@@ -24,8 +23,9 @@ _LEAST_CAPABILITY = (9, 0)
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
         keep_parameters(ctx, weight, bias)
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        ctx.save_for_backward(x, weight, bias)
         return _product(x, weight, bias)
 
     @staticmethod
@@ -98,16 +98,14 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
             such products.
     """
     dtype = autocast_dtype(x)
-    if dtype is not None:
-        x, weight = x.to(dtype), cast_parameter(weight, dtype)
-        bias = None if bias is None else bias.to(dtype)
-    check_layer("weight", weight, "bias", bias)
+    x = x if dtype is None else x.to(dtype)
+    check_layer("weight", weight, "bias", bias, is_cast=dtype is not None)
     if weight.shape[0] % UNIT or weight.shape[1] % UNIT or not weight.numel():
         raise ValueError(
             f"weight must have widths that are multiples of {UNIT} for products in float8, got "
             f"{tuple(weight.shape)}; use linear"
         )
-    check_input(x, "weight", weight)
+    check_input(x, "weight", weight, is_cast=dtype is not None)
     checks.check_same_device("x", x, weight=weight, bias=bias)
     if x.is_cuda and not torch.compiler.is_compiling():
         _check_gpu(x.device)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from torchembed.autograd.first_order import first_order
 from torchembed.autograd.weight_gradients import (
-    cast_parameter,
     gradient_memory,
     keep_parameters,
     product_gradient,
@@ -29,8 +28,9 @@ _ADVICE = "cast one of them, or use torch.autocast"
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
         keep_parameters(ctx, weight, bias)
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        ctx.save_for_backward(x, weight, bias)
         return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
 
     @staticmethod
@@ -53,12 +53,12 @@ class _Linear(torch.autograd.Function):
 class _LinearReluStack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionContext, x: Tensor, *parameters: Tensor) -> Tensor:
-        xs = [x]
-        for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
+        keep_parameters(ctx, *parameters)
+        cast, xs = [parameter.to(x.dtype) for parameter in parameters], [x]
+        for weight, bias in zip(cast[::2], cast[1::2], strict=True):
             # On a GPU the matrix product's own epilogue adds the bias and applies the ReLU.
             xs.append(torch.ops.aten._addmm_activation(bias, xs[-1], weight.t()))
-        ctx.save_for_backward(*xs, *parameters)
-        keep_parameters(ctx, *parameters)
+        ctx.save_for_backward(*xs, *cast)
         return xs[-1]
 
     @staticmethod
@@ -103,8 +103,9 @@ def _with_whole_rows(grad: Tensor) -> Tensor:
 class _LinearToOne(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
         keep_parameters(ctx, weight, bias)
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        ctx.save_for_backward(x, weight, bias)
         return linear_to_one_forward_op(x, weight, bias)
 
     @staticmethod
@@ -124,22 +125,31 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def check_layer(weight_name: str, weight: Tensor, bias_name: str, bias: Tensor | None) -> None:
-    checks.check_float(weight_name, weight)
+def check_layer(
+    weight_name: str, weight: Tensor, bias_name: str, bias: Tensor | None, *, is_cast: bool
+) -> None:
+    """Raise unless ``weight`` and ``bias`` are those of a linear layer; ``is_cast`` where autocast
+    casts them, whatever their dtypes."""
+    if not is_cast:
+        checks.check_float(weight_name, weight)
     checks.check_dim(weight_name, weight, 2)
     if bias is not None:
-        checks.check_dtype(bias_name, bias, (weight.dtype,), _ADVICE)
+        if not is_cast:
+            checks.check_dtype(bias_name, bias, (weight.dtype,), _ADVICE)
         checks.check_dim(bias_name, bias, 1)
         checks.check_numel(bias_name, bias, weight.shape[0], f"one for each row of {weight_name}")
 
 
-def check_input(x: Tensor, weight_name: str, weight: Tensor) -> None:
+def check_input(x: Tensor, weight_name: str, weight: Tensor, *, is_cast: bool) -> None:
+    """Raise unless ``x`` can be multiplied by ``weight``; ``is_cast`` is that of
+    :func:`check_layer`."""
     if x.shape[-1:] != weight.shape[1:]:
         raise ValueError(
             f"x must be [..., {weight.shape[1]}] for a {weight_name} of shape "
             f"{tuple(weight.shape)}, got {tuple(x.shape)}"
         )
-    checks.check_dtype("x", x, (weight.dtype,), _ADVICE)
+    if not is_cast:
+        checks.check_dtype("x", x, (weight.dtype,), _ADVICE)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -150,7 +160,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     (:class:`~torchembed.autograd.weight_gradients.DeferredWeightGradients`), unless it has one row:
     then all are made in one pass.
     The sum over samples for ``bias`` is float32, in an order that the shape fixes. Never
-    synchronizes. Under ``torch.autocast`` everything is cast.
+    synchronizes. Under ``torch.autocast`` everything is cast, and the gradient of a parameter has
+    the parameter's own dtype: a float32 one is not rounded to the dtype of autocast first on a GPU.
 
     Args:
         x: ``[..., K]``, float32, float16 or bfloat16.
@@ -164,11 +175,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         TypeError, ValueError: for a dtype, shape or device that does not fit.
     """
     dtype = autocast_dtype(x)
-    if dtype is not None:
-        x, weight = x.to(dtype), cast_parameter(weight, dtype)
-        bias = None if bias is None else bias.to(dtype)
-    check_layer("weight", weight, "bias", bias)
-    check_input(x, "weight", weight)
+    x = x if dtype is None else x.to(dtype)
+    check_layer("weight", weight, "bias", bias, is_cast=dtype is not None)
+    check_input(x, "weight", weight, is_cast=dtype is not None)
     checks.check_same_device("x", x, weight=weight, bias=bias)
     rows = x.reshape(-1, weight.shape[1])
     if weight.shape[0] == 1:
@@ -219,15 +228,13 @@ def _relu_stack(x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
     """The stack of the layers in ``parameters``: weight and bias of each in turn, by their names in
     errors."""
     dtype = autocast_dtype(x)
-    if dtype is not None:
-        x = x.to(dtype)
-        parameters = {name: cast_parameter(p, dtype) for name, p in parameters.items()}
+    x, is_cast = x if dtype is None else x.to(dtype), dtype is not None
     names, tensors = list(parameters), list(parameters.values())
     for position in range(0, len(names), 2):
         name, weight = names[position], tensors[position]
-        check_layer(name, weight, names[position + 1], tensors[position + 1])
+        check_layer(name, weight, names[position + 1], tensors[position + 1], is_cast=is_cast)
         if position == 0:
-            check_input(x, name, weight)
+            check_input(x, name, weight, is_cast=is_cast)
             continue
         width = tensors[position - 2].shape[0]
         if weight.shape[1] != width:
@@ -235,7 +242,8 @@ def _relu_stack(x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
                 f"{name} must have shape [N, {width}] after {names[position - 2]} of {width} rows, "
                 f"got {tuple(weight.shape)}"
             )
-        checks.check_dtype(name, weight, (x.dtype,), _ADVICE)
+        if not is_cast:
+            checks.check_dtype(name, weight, (x.dtype,), _ADVICE)
     checks.check_same_device("x", x, **parameters)
     out = _LinearReluStack.apply(x.reshape(-1, x.shape[-1]), *tensors)
     return out.view(*x.shape[:-1], out.shape[1])

@@ -16,7 +16,7 @@ from torchembed.sharding.transport.process_groups import borrow_groups, node_gro
 from torchembed.sharding.transport.pushed_mean import PushedMean
 from torchembed.sharding.transport.rank_exchange import FlatExchange, RankExchange
 from torchembed.sharding.transport.two_level_exchange import TwoLevelExchange
-from torchembed.sharding.wire import BUCKET_BYTES, WirePrecision, WireTransport
+from torchembed.sharding.wire import WirePrecision, WireTransport
 from torchembed.tables.table import RankMaximum
 
 
@@ -151,7 +151,6 @@ class TableRanks:
         self,
         parameters: Iterable[nn.Parameter],
         *,
-        bucket_bytes: int = BUCKET_BYTES,
         meeting_bytes: float = 0.0,
         sparse: Iterable[nn.Parameter] = (),
     ) -> None:
@@ -159,7 +158,7 @@ class TableRanks:
         in every backward from now on.
 
         Args:
-            bucket_bytes, meeting_bytes: as those of :class:`GradientMean`.
+            meeting_bytes: as that of :class:`GradientMean`.
             sparse: those with sparse gradients.
         """
         push = None if self.push is None else PushedMean(self.push, "gradients")
@@ -169,7 +168,6 @@ class TableRanks:
             dtype=self.wire.dense,
             push=push,
             nodes=self._groups.gradient_nodes,
-            bucket_bytes=bucket_bytes,
             meeting_bytes=meeting_bytes,
             sparse=sparse,
             borrowed=self._groups,

@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from torchembed.autograd.gradient_slots import GradientSlot
 from torchembed.sharding.transport.table_ranks import TableRanks
 
-_BUCKET_BYTES = 1 << 24
-"""Bucket size of dense gradients; NCCL reduces smaller buckets of this many bytes more slowly."""
-
 
 class AliasedParameter(NamedTuple):
     """A parameter of the model, and the alias that steps compute with."""
@@ -70,7 +67,7 @@ class DenseParameters:
         of_mean = [pair.alias for pair in self.aliased if pair.parameter in to_average]
         _give_slots([pair.alias for pair in self._dense])
         if of_mean:
-            ranks.average(of_mean, bucket_bytes=_BUCKET_BYTES)
+            ranks.average(of_mean)
 
     def refresh(self) -> None:
         """Before a step: bring the aliases up to date with the model's parameters."""
