@@ -366,6 +366,29 @@ def test_sums_of_many_samples_are_deferred_too(device: torch.device) -> None:
     assert module[1].bias[0].grad is None
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_deferred_gradients_have_the_same_bits(
+    autocast: torch.dtype | None, device: torch.device
+) -> None:
+    """Whichever order the sums over samples are taken in, which is seen by float32 parameters."""
+    torch.manual_seed(0)
+    module = nn.Sequential(MLP(6, [16, 8]), LowRankCross(8, 2, 3), MLP(8, [1])).to(device)
+    x = normal(300, 6, seed=0, device=device)
+
+    def loss() -> Tensor:
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            return module(x).float().square().sum()
+
+    loss().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    with DeferredWeightGradients():
+        loss().backward()
+    for parameter, same in zip(module.parameters(), expected, strict=True):
+        assert parameter.grad.dtype is torch.float32
+        assert_same_bits(parameter.grad, same)
+
+
 def on_cpu(module: nn.Module, x: Tensor) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
         return module(x)

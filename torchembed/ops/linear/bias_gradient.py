@@ -5,7 +5,6 @@ from torch import Tensor
 
 from torchembed.autograd.weight_gradients import (
     Parameter,
-    are_deferred,
     gradient_memory,
     weight_gradient,
 )
@@ -18,9 +17,10 @@ def empty_sums(
 ) -> Tensor:
     """Memory for an operation's sums over ``num_rows`` samples, for the gradient of ``bias [N]``.
 
-    That is the gradient's own memory, ``[N]``. Where gradients of weights are deferred, it is
-    float32 ``[P, N]`` for partial sums over :data:`~torchembed.core.types.ROWS_OF_PARTIAL` samples
-    each, which :func:`bias_gradient` adds up later.
+    That is float32 ``[P, N]`` for partial sums over
+    :data:`~torchembed.core.types.ROWS_OF_PARTIAL` samples each, which :func:`bias_gradient` adds
+    up, later where gradients of weights are deferred, with the same result. Where the operation
+    gives no partial sums, it is the gradient's own memory, ``[N]``.
 
     Args:
         bias: the saved tensor.
@@ -28,7 +28,7 @@ def empty_sums(
             :func:`~torchembed.autograd.weight_gradients.keep_parameters` kept it.
         has_partials: True where the operation can give partial sums.
     """
-    if not (has_partials and are_deferred()):
+    if not has_partials:
         return gradient_memory(bias, parameter)
     num_partials = -(-num_rows // ROWS_OF_PARTIAL)
     return torch.empty(num_partials, bias.numel(), device=bias.device, dtype=torch.float32)
