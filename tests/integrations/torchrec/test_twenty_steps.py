@@ -34,15 +34,6 @@ class Shape(NamedTuple):
     batch_size: int
     """Samples of each rank."""
 
-    @classmethod
-    def fitting(cls, device: str) -> "Shape":
-        """A small one for the CPU; MLPerf's, its tables cut, for a GPU."""
-        if device == "cuda":
-            rows = mlperf.table_sizes(100_000)
-            return cls(rows, mlperf.HOTNESS, mlperf.DIM, mlperf.DENSE_SIZES, 512)
-        sizes = DenseSizes(13, (64, 32, 16), (64, 32, 1), 3, 16)
-        return cls((50, 200, 1000, 30, 7, 400), (1, 3, 2, 10, 1, 5), 16, sizes, 64)
-
     @property
     def keys(self) -> tuple[str, ...]:
         return tuple(f"cat_{number}" for number in range(len(self.hotness)))
@@ -215,7 +206,9 @@ def _flat(tensors: Sequence[Tensor | None]) -> Tensor:
 
 def everything(device_type: str) -> dict[str, dict[str, Distances]]:
     """On a rank: for each optimizer, how far the runs are from each other; rank 0 knows it."""
-    rank, shape = dist.get_rank(), Shape.fitting(device_type)
+    rank = dist.get_rank()
+    sizes = DenseSizes(13, (64, 32, 16), (64, 32, 1), 3, 16)
+    shape = Shape((50, 200, 1000, 30, 7, 400), (1, 3, 2, 10, 1, 5), 16, sizes, 64)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     torch.manual_seed(0)
     found = {}
