@@ -102,8 +102,8 @@ def make_torchrec_model(
         constraints: what the planner must keep to, by table.
         codecs: of the wires.
         is_drop_in: with torchembed's sharder in the place of TorchRec's.
-        in_16_bits: compute the dense part in bfloat16, by ``torch.autocast``, and average its
-            gradients in bfloat16.
+        in_16_bits: compute the dense part in bfloat16, by ``torch.autocast``, and on GPUs average
+            its gradients in bfloat16.
     """
     tables = [
         TorchrecConfig(
@@ -143,7 +143,7 @@ def make_torchrec_model(
     )
     plan = planner.collective_plan(model, [sharder], dist.GroupMember.WORLD)
     sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
-    if in_16_bits and num_ranks > 1:
+    if in_16_bits and num_ranks > 1 and device.type == "cuda":
         data_parallel = sharded._dmp_wrapped_module
         assert isinstance(data_parallel, DistributedDataParallel)
         data_parallel.register_comm_hook(None, bf16_compress_hook)

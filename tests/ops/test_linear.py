@@ -11,7 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import lanes
 from tests.support.repeats import assert_repeats
-from tests.support.tolerance import assert_as_near, assert_same_bits, assert_same_sums
+from tests.support.tolerance import (
+    assert_as_near,
+    assert_follows,
+    assert_same_bits,
+    assert_same_sums,
+)
 from tests.support.tracing import compiled_once
 from tests.support.values import normal, not_contiguous, whole
 from torchembed.autograd.gradient_slots import slot_of
@@ -389,6 +394,42 @@ def test_deferred_gradients_have_the_same_bits(
         assert_same_bits(parameter.grad, same)
 
 
+def test_under_autocast_products_for_float32_gradients_are_not_rounded(
+    device: torch.device,
+) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs a GPU, whose products of bfloat16 have float32 sums")
+    layer = nn.Linear(64, 32, device=device)
+    x, grad = (normal(300, width, seed=width, device=device).bfloat16() for width in (64, 32))
+    with torch.autocast("cuda", torch.bfloat16):
+        out = linear(x, layer.weight, layer.bias)
+    out.backward(grad)
+    assert_follows(layer.weight.grad, lambda dtype: grad.to(dtype).t() @ x.to(dtype))
+    assert_follows(layer.bias.grad, lambda dtype: grad.to(dtype).sum(0))
+
+
+def test_a_frozen_weight_of_one_row_takes_no_slot(device: torch.device) -> None:
+    layer = nn.Linear(6, 1).to(device)
+    DenseSGD(layer.parameters())
+    layer.weight.requires_grad_(False)
+    x = normal(3, 6, seed=0, device=device)
+    linear(x, layer.weight, layer.bias).sum().backward()
+    layer.weight.requires_grad_(True)
+    linear(x, layer.weight, layer.bias).sum().backward()
+    assert slot_of(layer.weight).holds(layer.weight.grad)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_under_autocast_parameters_of_64_bits_are_an_error(name: str, device: torch.device) -> None:
+    parameters = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    parameters[name] = parameters[name].double()
+    on_device = {key: parameter.to(device) for key, parameter in parameters.items()}
+    with torch.autocast(device.type, torch.bfloat16), pytest.raises(TypeError) as raised:
+        linear(torch.ones(4, 3, device=device), **on_device)
+    assert f"{name} must be" in str(raised.value)
+    assert "float64" in str(raised.value)
+
+
 def on_cpu(module: nn.Module, x: Tensor) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
         return module(x)
@@ -429,7 +470,7 @@ def test_gradients_reach_weights_that_hooks_have_saved(
 
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_under_autocast_gradients_are_deferred_too(is_flat: bool, device: torch.device) -> None:
-    """Weights are cast, and their gradients cast back."""
+    """Gradients come in the parameters' own dtype."""
     module = Deferrable(device)
     # Whole numbers, whose sums no order rounds.
     make_whole(module)

@@ -198,8 +198,8 @@ def weight_gradient(weight: Parameter, compute: Compute) -> Tensor | None:
 
 
 def product_gradient(weight: Parameter, grad: Tensor, x: Tensor) -> Tensor | None:
-    """:func:`weight_gradient` for the product ``x @ weight.T``: ``grad.T @ x``, in the dtype of
-    ``weight``, where autocast has cast that to the dtype of ``x``."""
+    """:func:`weight_gradient` for the product ``x @ weight.T``: ``grad.T @ x``, in the dtype of the
+    parameter, which under autocast may be another than that of ``x``."""
     return weight_gradient(weight, functools.partial(_product, grad.t(), x, weight.dtype))
 
 
@@ -221,8 +221,10 @@ def gradient_memory(saved: Tensor, parameter: Parameter) -> Tensor:
 
 def _claimed_memory(leaf: Tensor | None) -> Tensor | None:
     """The slot of the gradient of ``leaf``, claimed; None where it has none."""
-    slot = None if leaf is None else slot_of(leaf)
-    return None if slot is None or leaf is None else slot.claim(leaf)
+    if leaf is None:
+        return None
+    slot = slot_of(leaf)
+    return None if slot is None else slot.claim(leaf)
 
 
 def _accumulate(weight: Tensor, compute: Compute) -> None:

@@ -74,12 +74,12 @@ class LateUpdates(PlainUpdates):
     """The steps of dense optimizers after backward, which leaves gradients of weights to its end.
 
     Args:
-        optimizers: torchembed's, which may begin early, and torch's.
+        optimizers: those that can update early (:class:`EarlyOptimizer`), and others.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__(optimizers)
-        self._ours = [o for o in optimizers if isinstance(o, EarlyOptimizer)]
+        self._can_be_early = [o for o in optimizers if isinstance(o, EarlyOptimizer)]
 
     def around_backward(self, skip: Tensor | None) -> contextlib.AbstractContextManager[object]:
         del skip  # nothing is updated before
@@ -87,11 +87,11 @@ class LateUpdates(PlainUpdates):
 
     def _early(self) -> list[EarlyOptimizer]:
         """Optimizers that may update early now."""
-        return [optimizer for optimizer in self._ours if optimizer.may_step_early]
+        return [optimizer for optimizer in self._can_be_early if optimizer.may_step_early]
 
 
 class EarlyUpdates(LateUpdates):
-    """torchembed's optimizers begin to update while backward goes on to earlier layers.
+    """Optimizers begin to update while backward goes on to earlier layers.
 
     Each gradient of a weight that a layer defers is computed on a stream of its own, as soon as
     backward has come by the layer. The weight is updated, on another stream, as soon as its
@@ -171,7 +171,7 @@ class EarlyUpdates(LateUpdates):
                 continue
             self._updates_stream.wait_event(ready)
             with torch.cuda.stream(self._updates_stream):
-                for optimizer in self._ours:
+                for optimizer in self._early():
                     with skipping(optimizer, skip):
                         optimizer.step_early([weight])
             # The first update in a flat buffer counts its step.
@@ -191,8 +191,8 @@ class EarlyUpdates(LateUpdates):
 
 
 class UpdatesOfMeans(LateUpdates):
-    """On several ranks, torchembed's optimizers update each weight as soon as its mean is there,
-    and backward done but for deferred gradients that do not read the weight.
+    """On several ranks, optimizers update each weight as soon as its mean is there, and backward
+    done but for deferred gradients that do not read the weight.
 
     Args:
         stream: where all updates are.

@@ -1,4 +1,4 @@
-"""Batches come with a fixed hotness exactly where every bag of a key has as many ids as before."""
+"""Batches have a fixed hotness exactly where all bags of a key have equally many ids."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,22 +14,25 @@ LENGTHS: dict[str, tuple[Sequence[str], list[int], int]] = {
     "swapped": ("ab", [1, 1, 2, 2], 6),
     "as at first": ("ab", [2, 2, 1, 1], 6),
     "with a value too many": ("ab", [2, 2, 1, 1], 7),
+    "empty": ("ab", [0, 0, 0, 0], 0),
+    "empty, of other keys": ("abcd", [0, 0, 0, 0], 0),
 }
 """Keys, lengths and number of ids of one batch after the other, in the same memory."""
 FOUND = {
-    "fixed": (2, 1),
-    "fixed once more": (2, 1),
-    # One hotness has captured steps.
-    "of other keys": None,
+    "fixed": ((2, 1),),
+    "fixed once more": ((2, 1),),
+    "of other keys": ((2, 2, 1, 1),),
     "varying": None,
-    "swapped": None,
-    "as at first": (2, 1),
+    "swapped": ((1, 2),),
+    "as at first": ((2, 1),),
     "with a value too many": None,
+    "empty": ((0, 0),),
+    "empty, of other keys": ((0, 0, 0, 0),),
 }
 
 
 def hotness_of_batches(dtype: torch.dtype) -> dict[str, Any]:
-    """The hotness of each batch, as it was read."""
+    """The hotness that each batch is found to have."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from torchembed.integrations.torchrec.batches.conversion import BatchReader
@@ -40,8 +43,11 @@ def hotness_of_batches(dtype: torch.dtype) -> dict[str, Any]:
         memory.copy_(torch.tensor(lengths))
         values: Tensor = torch.arange(num_ids)
         batch = KeyedJaggedTensor(keys=list(keys), values=values, lengths=memory)
+        found[name] = reader._hotness(batch)
         (features,) = reader.read(iter([batch]))
-        found[name] = features.hotness  # type: ignore[union-attr]
+        # One hotness, the first, has captured steps.
+        expected = found[name][0] if found[name] == FOUND["fixed"] else None
+        assert features.hotness == expected  # type: ignore[union-attr]
     return found
 
 

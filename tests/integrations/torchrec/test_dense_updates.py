@@ -50,7 +50,8 @@ def _everything_of(
 
 def trained(name: str, device: torch.device) -> list[list[tuple[str, Tensor]]]:
     """By us, by torch and by torch in float64: values and states, after a change of the learning
-    rate, a step that is skipped, updates before a step, and states that were loaded."""
+    rate, a step that is skipped, updates before a step, states that were loaded, and step counts
+    that were set back."""
     from torchembed.integrations.torchrec.trained_model.dense_parameters import AliasedParameter
     from torchembed.integrations.torchrec.trained_model.dense_updates import (
         DenseUpdates,
@@ -73,6 +74,11 @@ def trained(name: str, device: torch.device) -> list[list[tuple[str, Tensor]]]:
                 optimizer.param_groups[0]["lr"] = 0.02
         if step == 4:
             own.load_state_dict(copy.deepcopy(own.state_dict()))
+        if step == 5:
+            for optimizer in optimizers:
+                for state in optimizer.state.values():
+                    if "step" in state:
+                        state["step"].sub_(2)
         for pair, eager, true, grad in zip(
             leaves, theirs, exact, _gradients(step, device), strict=True
         ):
@@ -101,6 +107,35 @@ def trained(name: str, device: torch.device) -> list[list[tuple[str, Tensor]]]:
     ]
 
 
+def after_a_failure(device: torch.device, *, fails: bool) -> list[tuple[str, Tensor]]:
+    """Values and states after two steps of Adam; between them, where it ``fails``, one that has
+    updated a parameter does not end, and what it wrote is put back."""
+    from torchembed.integrations.torchrec.trained_model.dense_parameters import AliasedParameter
+    from torchembed.integrations.torchrec.trained_model.dense_updates import DenseUpdates
+
+    torch.manual_seed(4)
+    parameters = [nn.Parameter(torch.randn(size, device=device)) for size in (3, 7)]
+    optimizer = OPTIMIZERS["adam"](parameters)
+    leaves = [AliasedParameter(p, nn.Parameter(p.detach())) for p in parameters]
+    updates = DenseUpdates([optimizer], leaves)
+    for step in range(3 if fails else 2):
+        updates.begin()
+        for pair in leaves:
+            pair.alias.grad = pair.alias.detach().sin()
+        if fails and step == 1:
+            changed = [leaves[0].alias.detach()]
+            changed += [s for name, s in optimizer.state[parameters[0]].items() if name != "step"]
+            before = [tensor.clone() for tensor in changed]
+            updates.step_early([leaves[0].alias])
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
+            updates.zero_grad()
+            continue
+        updates.step()
+        updates.end()
+    return _everything_of(parameters, optimizer)
+
+
 def left_to_torch() -> list[int]:
     """How many optimizers of those are ours whose rules we have not."""
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -122,7 +157,11 @@ def left_to_torch() -> list[int]:
 def everything(device_type: str) -> dict[str, Any]:
     """On a rank."""
     device = torch.device(device_type)
-    return {**{name: trained(name, device) for name in OPTIMIZERS}, "left": left_to_torch()}
+    return {
+        **{name: trained(name, device) for name in OPTIMIZERS},
+        "failures": [after_a_failure(device, fails=fails) for fails in (False, True)],
+        "left": left_to_torch(),
+    }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -132,6 +171,13 @@ def test_steps_are_torchs(answers: list[dict[str, Any]], name: str) -> None:
     ):
         assert ours == theirs
         assert_as_near(found, eager, true.double())
+
+
+def test_a_step_that_fails_is_not_counted(answers: list[dict[str, Any]]) -> None:
+    without, after = answers[0]["dense_updates"]["failures"]
+    for (name, expected), (same, found) in zip(without, after, strict=True):
+        assert name == same
+        assert torch.equal(found, expected)
 
 
 def test_other_rules_are_left_to_torch(answers: list[dict[str, Any]]) -> None:

@@ -99,8 +99,8 @@ def low_rank_cross_network(
     the second product of a layer is the product's epilogue, in float32, forward and backward. The
     gradients of ``x0`` from all layers are added up once, in the last pass of backward. The sums
     over samples for ``bias`` are float32, in an order that the shape fixes: deterministic. Never
-    synchronizes. Under ``torch.autocast`` everything is cast, and the gradient of a parameter has
-    the parameter's own dtype: a float32 one is not rounded to the dtype of autocast first on a GPU.
+    synchronizes. Under ``torch.autocast`` everything is cast. The gradient of a parameter has the
+    parameter's own dtype; on a GPU, that of a float32 one is not rounded to autocast's on the way.
     Gradients of ``v`` and ``u`` may be deferred
     (:class:`~torchembed.autograd.weight_gradients.DeferredWeightGradients`).
 
@@ -159,7 +159,9 @@ def _check(parts: list[Tensor], parameters: list[Tensor], *, is_cast: bool) -> N
         name = f"{('v', 'u', 'bias')[kind]}[{layer}]"
         rank = parameters[layer].shape[0]
         expected = ((rank, width), (width, rank), (width,))[kind]
-        if not is_cast:
+        if is_cast:
+            checks.check_float(name, parameter)
+        else:
             checks.check_dtype(
                 name, parameter, (first.dtype,), "cast it to x0's, or use torch.autocast"
             )

@@ -81,8 +81,8 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     Rows of both factors of each product are rounded to e4m3 with a scale each
     (:func:`~torchembed.ops.row_codec.scaled_rows`), for the gradient of ``x`` the columns of
     ``weight``. The result is rounded to bfloat16, as ``bias`` is. The gradient of ``weight`` is a
-    product in the dtype of ``x``, and may be deferred, as for
-    :func:`~torchembed.ops.linear.linear`. Scales stay on the device: never synchronizes. On the CPU
+    product of factors in the dtype of ``x``, as for :func:`~torchembed.ops.linear.linear`, and may
+    be deferred. Scales stay on the device: never synchronizes. On the CPU
     the same factors are multiplied in float32. Under ``torch.autocast`` everything is cast.
 
     Args:

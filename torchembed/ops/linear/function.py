@@ -113,8 +113,11 @@ class _LinearToOne(torch.autograd.Function):
     def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         of_weight, of_bias = ctx.parameters
-        grad_weight = gradient_memory(weight, of_weight)
         grad_bias = gradient_memory(bias, of_bias) if ctx.needs_input_grad[2] else None
+        if ctx.needs_input_grad[1]:
+            grad_weight = gradient_memory(weight, of_weight)
+        else:  # written all the same
+            grad_weight = torch.empty_like(weight)
         grad_x = linear_to_one_backward_op(grad.contiguous(), x, weight, grad_weight, grad_bias)
         return grad_x, grad_weight if ctx.needs_input_grad[1] else None, grad_bias
 
@@ -129,11 +132,11 @@ def check_layer(
     weight_name: str, weight: Tensor, bias_name: str, bias: Tensor | None, *, is_cast: bool
 ) -> None:
     """Raise unless ``weight`` and ``bias`` are those of a linear layer; ``is_cast`` where autocast
-    casts them, whatever their dtypes."""
-    if not is_cast:
-        checks.check_float(weight_name, weight)
+    casts them, which may have different dtypes then."""
+    checks.check_float(weight_name, weight)
     checks.check_dim(weight_name, weight, 2)
     if bias is not None:
+        checks.check_float(bias_name, bias)
         if not is_cast:
             checks.check_dtype(bias_name, bias, (weight.dtype,), _ADVICE)
         checks.check_dim(bias_name, bias, 1)
@@ -160,8 +163,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     (:class:`~torchembed.autograd.weight_gradients.DeferredWeightGradients`), unless it has one row:
     then all are made in one pass.
     The sum over samples for ``bias`` is float32, in an order that the shape fixes. Never
-    synchronizes. Under ``torch.autocast`` everything is cast, and the gradient of a parameter has
-    the parameter's own dtype: a float32 one is not rounded to the dtype of autocast first on a GPU.
+    synchronizes. Under ``torch.autocast`` everything is cast. The gradient of a parameter has the
+    parameter's own dtype; on a GPU, that of a float32 one is not rounded to autocast's on the way.
 
     Args:
         x: ``[..., K]``, float32, float16 or bfloat16.

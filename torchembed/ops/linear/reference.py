@@ -24,9 +24,10 @@ def put_sums_reference(grad: Tensor, sums: Tensor) -> None:
     if sums.dim() == 1:
         sums.copy_(grad.sum(0))
         return
-    # Without rows, split gives one empty part, and sums has no row for it.
-    for partial, rows in zip(sums, grad.split(ROWS_OF_PARTIAL), strict=False):
-        partial.copy_(rows.sum(0))
+    num_whole = len(grad) // ROWS_OF_PARTIAL
+    whole, rest = grad.tensor_split([num_whole * ROWS_OF_PARTIAL])
+    sums[:num_whole] = whole.unflatten(0, (num_whole, ROWS_OF_PARTIAL)).sum(1)
+    sums[num_whole:] = rest.sum(0)  # where there is a rest, whose sum is the last row
 
 
 def sum_rows_reference(grad: Tensor, total: Tensor) -> None:

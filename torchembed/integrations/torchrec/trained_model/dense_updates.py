@@ -59,7 +59,7 @@ class DenseUpdates:
     """
 
     skip: Tensor | None = None
-    """float32 ``[1]``; where it is not zero on the device, :meth:`step` changes nothing."""
+    """float32 ``[1]``; where it is not zero on the device, updates change nothing."""
 
     may_step_early = True
     """:func:`plain_optimizers` have no hooks."""
@@ -142,12 +142,14 @@ class _Group:
         """The optimizer's step count for each pair, in this memory from the first step on."""
         self._counts = self._steps.unbind()
         self.updated: set[Tensor] = set()
-        """Aliases that were updated early in the current step."""
+        """Aliases that were updated in the current step."""
         self._counted = [True] * len(aliased), torch.ones(len(aliased), device="cpu")
         """For each parameter, if the last step counted it, as bools and as 0 and 1."""
+        self._known_steps = self._steps.clone()
+        """Host copy of ``_on_device``."""
         self._on_device = torch.zeros(len(aliased), device=device)
-        self._known_version = self._steps._version
-        """That of the step counts when they were last the same on the device."""
+        self._has_begun = False
+        """True until the step ends: one that failed may be counted on the device alone."""
 
     def copy_lr(self) -> None:
         """Copy the learning rate to the device where it has changed."""
@@ -172,9 +174,10 @@ class _Group:
         for state, mine in zip(states, self._counts, strict=True):
             if state["step"] is not mine:
                 state["step"] = mine.copy_(state["step"])
-        if self._steps._version != self._known_version:
+        if self._has_begun or not torch.equal(self._steps, self._known_steps):
             self._on_device.copy_(self._steps)
-            self._known_version = self._steps._version
+            self._known_steps.copy_(self._steps)
+        self._has_begun = True
         return self._rule(), *(state[name].data_ptr() for state in states for name in self._names)
 
     def _rule(self) -> DenseRule:
@@ -183,16 +186,19 @@ class _Group:
     def update(self, skip: Tensor | None, aliases: Collection[Tensor] | None) -> None:
         """Step the pairs of ``aliases``, or those not updated early where None."""
         self.copy_lr()
-        rule, steps = self._rule(), self._on_device.split(1)
-        own = {pair.alias for pair in self.aliased}
-        among = (own if aliases is None else own.intersection(aliases)) - self.updated
+        chosen = None if aliases is None else set(aliases)
         trained = [
             number
             for number, (_, alias) in enumerate(self.aliased)
-            if alias in among and alias.grad is not None
+            if (chosen is None or alias in chosen)
+            and alias not in self.updated
+            and alias.grad is not None
         ]
+        if not trained:
+            return
+        rule, steps = self._rule(), self._on_device.split(1)
         self.updated.update(self.aliased[number].alias for number in trained)
-        if self._kind is OptimizerKind.ADAM and trained:
+        if self._kind is OptimizerKind.ADAM:
             one = 1.0 if skip is None else (skip == 0).float().reshape(())
             torch._foreach_add_([steps[n] for n in trained], one)  # type: ignore[attr-defined]
         for number in trained:
@@ -215,4 +221,5 @@ class _Group:
             if are_trained != self._counted[0]:
                 self._counted = are_trained, torch.tensor(are_trained, device="cpu").float()
             self._steps += self._counted[1]
-            self._known_version = self._steps._version
+            self._known_steps += self._counted[1]
+            self._has_begun = False
