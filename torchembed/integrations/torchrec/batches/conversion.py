@@ -89,14 +89,17 @@ class BatchReader:
         if self._device.type == "cuda":
             # The current device belongs to the thread; a new one would pin for the first GPU.
             torch.cuda.set_device(self._device)
-        batch, error, hotness = None, None, None
+        batch, error, hotness, assumed, converted = None, None, None, None, None
         try:
             # A batch that is None ends the iteration, as in TorchRec's pipelines.
             batch = next(batches, None)
-            reason = None if batch is None else unsupported_batch(batch)
-            if reason is not None:
-                raise TypeError(f"the model's batches must stay alike, but {reason}")
-            hotness = self._hotness(batch)
+            if batch is not None:
+                hotness = self._hotness(batch)
+                assumed = hotness if self._known in (None, hotness) else None
+                converted = self._converted(batch, assumed)
+                if layout_of(converted) is None:
+                    reason = unsupported_batch(batch)
+                    raise TypeError(f"the model's batches must stay alike, but {reason}")
         except Exception as caught:  # noqa: BLE001 - raised once the other ranks know
             error = caught
         has_read, has_batch, is_fixed = self._agree(error, batch, hotness)
@@ -113,7 +116,9 @@ class BatchReader:
             )
         if is_fixed and self._known is None:
             self._known = hotness
-        return (self._converted(batch, hotness if is_fixed and hotness == self._known else None),)
+        if assumed is not None and not is_fixed:  # another rank's batch has no fixed hotness
+            converted = self._converted(batch, None)
+        return (converted,)
 
     def _hotness(self, batch: Tree) -> tuple[Hotness, ...] | None:
         """The hotness of each of the batch's features; None where one of them has none."""
@@ -161,14 +166,14 @@ class BatchReader:
         def convert(features: SparseFeatures | KeyedJaggedTensor) -> SparseFeatures:
             if hotness is None or isinstance(features, SparseFeatures):
                 return self._pinned(as_sparse_features(features))
-            made = SparseFeatures(
+            weights = features.weights_or_none()
+            return SparseFeatures(
                 keys=tuple(features.keys()),
-                values=features.values(),
+                values=self._pinned(features.values()),
                 batch_size=features.stride(),
                 hotness=next(of_features),
-                weights=features.weights_or_none(),
+                weights=None if weights is None else self._pinned(weights),
             )
-            return self._pinned(made)
 
         return map_parts(convert, self._pinned, batch)
 
