@@ -6,7 +6,7 @@ holds that it agrees with the files.
 
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -51,15 +51,15 @@ def tables(results: Path) -> str:
 
 def headline(results: Path) -> str:
     """The table of README: steps of the usual batch, and TorchRec's in the same run, where nothing
-    was profiled before it was timed."""
+    was profiled before it was timed; of several runs the one in which TorchRec does best."""
     usual = {"batch_per_gpu": 8192, "ids": "uniform", "optimizer": "adagrad", "max_rows": 8_000_000}
     rows = filter(was_timed_first, _rows_by_bench(results)["train_step"])
     found = _by(rows, ("file", "num_gpus", "gpu"), **usual)
-    compared = {
-        (num_gpus, gpu): systems
-        for (_, num_gpus, gpu), systems in found.items()
-        if _is_shown(systems, "torchembed") and _is_shown(systems, "torchrec")
-    }
+    compared: dict[Key, dict[str, Row]] = {}
+    for (_, *gpus), systems in found.items():
+        if _is_shown(systems, "torchembed") and _is_shown(systems, "torchrec"):
+            runs = [systems, compared.get(tuple(gpus), systems)]
+            compared[tuple(gpus)] = min(runs, key=_times_as_fast)
     used = [systems["torchembed"] for systems in compared.values()]
     precision = _only(row["precision"] for row in used)
     columns = {
@@ -72,15 +72,19 @@ def headline(results: Path) -> str:
     for (num_gpus, gpu), systems in compared.items():
         medians = {name: systems[name]["ms_median"] for name in shown if _is_shown(systems, name)}
         times = [f"{medians[name]:.2f}" if name in medians else "" for name in shown]
-        ratio = medians["torchrec"] / medians["torchembed"]
-        lines.append([f"{num_gpus} {gpu}", *times, f"{ratio:.1f}"])
+        lines.append([f"{num_gpus} {gpu}", *times, f"{_times_as_fast(systems):.1f}"])
     return _text(
         "Milliseconds for a train step of MLPerf's DLRM-DCNv2 with 8192 samples on each GPU, "
         "tables cut to 8 M rows, uniform ids and Adagrad. The last column divides TorchRec's time "
-        f"in tf32 by ours in {precision}, of the same run ({_files(used)}):",
+        f"in tf32 by ours in {precision}, both of one run: of several runs, the one where TorchRec "
+        f"does best ({_files(used)}):",
         ["GPUs", *(columns[name] for name in shown), "times as fast"],
         lines,
     )
+
+
+def _times_as_fast(systems: Mapping[str, Row]) -> float:
+    return systems["torchrec"]["ms_median"] / systems["torchembed"]["ms_median"]
 
 
 PAGES = {ROOT / "README.md": headline, ROOT / "docs/performance.md": tables}

@@ -126,6 +126,21 @@ def test_a_page_needs_markers() -> None:
         program.with_tables("# torchembed\n", "")
 
 
+def test_the_headline_is_of_the_run_in_which_the_peer_does_best(tmp_path: Path) -> None:
+    usual = {"batch_per_gpu": 8192, "ids": "uniform", "max_rows": 8_000_000}
+    for name, theirs in {"a": 12.0, "b": 9.0, "c": 10.0}.items():
+        rows = [step("torchembed", 2.0, **usual), step("torchrec", theirs, **usual)]
+        result = {"hardware": {"gpu": "NVIDIA H200"}, "commit": "0123456789", "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    written = program.headline(tmp_path)
+    assert [x for x in written.splitlines() if x.startswith("| 8")] == [
+        "| 8 H200 | 2.00 | 9.00 | 4.5 |"
+    ]
+    assert "b.json" in written
+    assert "a.json" not in written
+    assert "c.json" not in written
+
+
 def test_the_headline_leaves_out_what_was_not_compared(tmp_path: Path) -> None:
     usual = {"batch_per_gpu": 8192, "ids": "uniform", "max_rows": 8_000_000}
     of_files = {
