@@ -82,8 +82,8 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     (:func:`~torchembed.ops.row_codec.scaled_rows`), for the gradient of ``x`` the columns of
     ``weight``. The result is rounded to bfloat16, as ``bias`` is. The gradient of ``weight`` is a
     product of factors in the dtype of ``x``, as for :func:`~torchembed.ops.linear.linear`, and may
-    be deferred. Scales stay on the device: never synchronizes. On the CPU
-    the same factors are multiplied in float32. Under ``torch.autocast`` everything is cast.
+    be deferred. Scales stay on the device: never synchronizes. On the CPU the same factors are
+    multiplied in float32. Under ``torch.autocast`` everything is cast.
 
     Args:
         x: ``[..., K]``, float32, float16 or bfloat16; K a multiple of 16.

@@ -40,9 +40,8 @@ def fixed_hotness(features: KeyedJaggedTensor) -> Hotness | None:
 def _has_lengths(features: KeyedJaggedTensor, lengths: Tensor, hotness: Hotness) -> bool:
     """True where ``features`` have ``lengths``, which are of a fixed ``hotness``."""
     own = features.lengths()
-    is_alike = own.device == lengths.device and own.dtype is lengths.dtype
     return (
-        is_alike
+        (own.device, own.dtype) == (lengths.device, lengths.dtype)
         and len(features.keys()) == len(hotness)
         and torch.equal(own, lengths)
         and features.values().numel() == sum(hotness) * features.stride()
@@ -134,15 +133,14 @@ class BatchReader:
 
     def _fixed_hotness(self, number: int, features: KeyedJaggedTensor) -> Hotness | None:
         """:func:`fixed_hotness`, which is as before where the lengths are."""
-        lengths, hotness = self._lengths.get(number, (None, ()))
-        if lengths is None or not _has_lengths(features, lengths, hotness):
-            found = fixed_hotness(features)
-            if found is None:
-                return None
+        before = self._lengths.get(number)
+        if before is not None and _has_lengths(features, *before):
+            return before[1]
+        found = fixed_hotness(features)
+        if found is not None:
             # A copy, since the iterator may write its next batch to the same memory.
             self._lengths[number] = features.lengths().clone(), found
-            return found
-        return hotness
+        return found
 
     def _agree(
         self, error: Exception | None, batch: Tree, hotness: tuple[Hotness, ...] | None
